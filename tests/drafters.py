@@ -12,7 +12,8 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.compose.builder import Block, Weights
 from tide_export.compose.drafter import compose_drafter
-from tide_export.drafting.bundle import put_before, quantized
+from tide_export.drafting.files import drafter_info, put_before, quantized
+from tide_export.drafting.pieces import pieces_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.routers.drafter import CONFIDENCES, Drafter, Shape
 from tide_export.trace.rewriting import FLOAT, INT64, typed_value
@@ -37,22 +38,23 @@ def random_drafter(state: int, embedding: int, tokens: np.ndarray, bias: bool = 
     return replace(drafter, **changes)
 
 
-def with_drafter(bundle: Path, drafter: Drafter, rows: int = ROWS, **metadata: str) -> Path:
+def with_drafter(bundle: Path, drafter: Drafter, rows: int = ROWS, **changes: Any) -> Path:
     """Puts `drafter` into a bundle without weights outside its graph; returns the bundle's path.
 
     Args:
-        metadata: of the network, in place of what it should have.
+        changes: of the manifest's entry, to one that is not the drafter's.
     """
     manifest = open_bundle(bundle, verify=False).manifest
     vocabulary = manifest.model.vocab_size
-    model = lower_for_onnxruntime(compose_drafter(drafter, rows), quantized(drafter))
+    pieces = pieces_of(drafter, rows)
+    model = lower_for_onnxruntime(compose_drafter(pieces), quantized(pieces))
     block = Block("embedding", Weights())
     table = np.random.default_rng(6).standard_normal((vocabulary, drafter.shape.embedding)).astype(np.float32)
     ids = typed_value(names.INPUT_IDS, INT64, [1, "tokens"])
     inputs = [block.weights.float32("embedding", table), ids]
     rows_of = block.op("Gather", inputs, dtype=FLOAT, shape=[1, "tokens", drafter.shape.embedding])
     put_before(model, block.model("embedding", [ids], {"embeddings": rows_of}))
-    model.metadata_props.update({f"tide.{name}": value for name, value in metadata.items()})
     ir.save(model, bundle / names.DRAFTER_FILE)
-    write_manifest(bundle, replace(manifest, drafter={}))
+    info = replace(drafter_info(pieces, manifest.model.weights_sha256, None), **changes)
+    write_manifest(bundle, replace(manifest, drafter=info))
     return bundle

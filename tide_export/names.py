@@ -127,13 +127,11 @@ SEQUENCE_STARTS = "sequence_starts"  # input: int64 [R + 1], each sequence's fir
 SLOT_THRESHOLDS = "slot_thresholds"  # input: float32 [m, 1]; above 1: neither score nor exit state of it will be read
 
 # The drafter's network (see `compose.drafter`): N tokens of R sequences as in a batch, with INPUT_IDS [1, N] and
-# HIDDEN_STATES [1, N, D'], POSITION_IDS, SEQUENCE_LENGTHS, SEQUENCE_STARTS, PAGE_TABLE, the pages of one layer, and
-# LAST_TOKENS [m]. It gives LOGITS [m, n] of the tokens in its metadata, and NEW_HIDDEN_STATES [m, D'].
-TOKENS_METADATA = "tide.tokens"  # ids that it proposes, ascending, joined by commas
-ACCEPTANCE_METADATA = "tide.acceptance"  # share of accepted drafts by confidence, joined by commas
-FINGERPRINT_METADATA = "tide.weights_sha256"  # of the model that it was trained for
-MAX_TOKENS_METADATA = "tide.max_tokens"  # rows of a sequence at most
-
+# HIDDEN_STATES [1, N, W], POSITION_IDS, SEQUENCE_LENGTHS, SEQUENCE_STARTS, PAGE_TABLE, the pages of one layer, and
+# LAST_TOKENS [m]. It gives LOGITS [m, n] of the tokens that it can propose, and NEW_HIDDEN_STATES [m, W]. Among the
+# segment networks it is DRAFTER, with INPUT_IDS [B, S] and HIDDEN_STATES T [B, S, W], TOKEN_INDICES, PAST_LENGTHS,
+# LAST_TOKENS [B] and the K/V buffers of one layer; it gives LOGITS float32 [B, 1, n] and NEW_HIDDEN_STATES T [B, 1, W].
+DRAFTER = "drafter"
 
 # Files of a bundle.
 MANIFEST_FILE = "tide.json"

@@ -143,9 +143,10 @@ GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<s
 double Engine::seconds_of_draft(std::size_t rows, std::size_t sequences) const {
   backend_->process().check();
   whole_number("sequences", static_cast<std::int64_t>(sequences), 1);
+  sequences = std::min(sequences, backend_->max_batch_size());
   auto const drafts = backend_->start_drafts(sequences);
   if (drafts == nullptr) return std::numeric_limits<double>::quiet_NaN();
-  DrafterInfo const& info = drafts->info();
+  DraftsInfo const& info = drafts->info();
   rows = std::clamp<std::size_t>(rows, 1, static_cast<std::size_t>(info.max_rows) - 1);
   auto const some = [&](std::size_t before, std::size_t count) {
     return DraftRows{static_cast<std::int64_t>(before), std::vector<std::int64_t>(count, info.tokens[0]),

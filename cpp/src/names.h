@@ -62,14 +62,9 @@ constexpr char const* kNewHiddenStates = "new_hidden_states";  // float32 [1, N,
 constexpr char const* kPositionIds = "position_ids";        // int64 [1, N], each token's position in its sequence
 constexpr char const* kSlotThresholds = "slot_thresholds";  // float32 [m, 1], above 1: no score of it is read
 
-// Metadata of the drafter's network, whose tensors have names of the batch networks'.
-constexpr char const* kTokensMetadata = "tide.tokens";              // ids that it proposes, ascending
-constexpr char const* kAcceptanceMetadata = "tide.acceptance";      // share of accepted drafts by confidence
-constexpr char const* kFingerprintMetadata = "tide.weights_sha256"; // of the model that it was trained for
-constexpr char const* kMaxTokensMetadata = "tide.max_tokens";       // rows of a sequence, at most
-
 constexpr char const *kHead = "head", *kBest = "best", *kCandidates = "candidates";
 constexpr std::size_t kAfterSegments = 3;  // these networks, which follow the segments
+constexpr char const* kDrafter = "drafter";  // where the bundle has one that drafts from the final states
 std::string segment(std::size_t k);  // the name of segment k's network and engine
 std::string skipped(std::size_t k);  // the name of the batch network for tokens that skip segment k >= 1
 

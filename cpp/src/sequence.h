@@ -117,6 +117,12 @@ class Backend {
   // backend. Throws BundleError: it does not load or does not match the bundle.
   virtual std::unique_ptr<Drafts> start_drafts(std::size_t) { return nullptr; }
 
+  // The same for a batch, whose steps give final states alone, not hidden states within segments.
+  std::unique_ptr<Drafts> start_batch_drafts(std::size_t slots) {
+    bool const drafts = manifest().drafter && manifest().drafter->layers.empty();
+    return drafts ? start_drafts(slots) : nullptr;
+  }
+
   virtual bool gives_states() const { return false; }  // whether steps can give final states
 
   virtual std::size_t max_batch_size() const = 0;  // sequences that a batch can have; 1: there are no batches

@@ -27,8 +27,9 @@ def test_a_drafter_is_trained_written_and_used(
     assert said["measured_speed"] > 0
     manifest = open_bundle(bundle).manifest  # every hash
     assert manifest.drafter is not None
-    assert manifest.drafter["settings"]["model"] == manifest.model.weights_sha256
-    assert set(manifest.files) == set(before.files) | {"drafter.onnx"}
+    assert manifest.drafter.record is not None
+    assert manifest.drafter.record["settings"]["model"] == manifest.model.weights_sha256
+    assert set(manifest.files) == set(before.files) | {"drafter.onnx", "segments/drafter.onnx"}
     assert manifest.drafting is not None
     assert manifest.drafting.drafter_cost is not None
     assert manifest.drafting.drafter_cost > 0

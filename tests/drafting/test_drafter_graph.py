@@ -13,8 +13,9 @@ from ort_sessions import session_options
 
 from tide_export import names
 from tide_export.compose.drafter import EMBEDDINGS, compose_drafter
-from tide_export.drafting.bundle import QUANTIZATION, quantized
+from tide_export.drafting.files import QUANTIZATION, quantized
 from tide_export.drafting.network import Cache, DrafterNetwork
+from tide_export.drafting.pieces import pieces_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.routers.drafter import HEAD_DIM, Drafter
@@ -45,8 +46,9 @@ def dequantized(drafter: Drafter, weights: QuantizedWeights) -> Drafter:
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_of_several_sequences_equal_the_reference(bits: int, bias: bool, tmp_path: Path) -> None:
     drafter = random_drafter(STATE, EMBEDDING, TOKENS, bias)
-    weights = quantized(drafter, replace(QUANTIZATION, bits=bits, accuracy_level=1))  # inputs stay float32
-    model = lower_for_onnxruntime(compose_drafter(drafter, 64), weights)
+    pieces = pieces_of(drafter, 64)
+    weights = quantized(pieces, replace(QUANTIZATION, bits=bits, accuracy_level=1))  # inputs stay float32
+    model = lower_for_onnxruntime(compose_drafter(pieces), weights)
     drafter = dequantized(drafter, weights)
     file = tmp_path / "drafter.onnx"
     ir.save(model, file)

@@ -1,6 +1,7 @@
 """Lossless mode with a drafter's drafts returns the full model's tokens with the same seed, whatever it drafts: alone,
 in lists, beside exits and n-grams, with everything that changes logits, up to every kind of end."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -184,32 +185,44 @@ def test_states_are_what_the_head_reads(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metadata", "sentence"),
+    ("changes", "sentence"),
     [
-        ({"weights_sha256": "1" * 64}, "was trained for another model than the bundle's: run tide-export draft again"),
-        ({"tokens": "0,1,3,4,5,5"}, "does not record its tokens as this release writes them"),
-        ({"tokens": "0,1,3,4,5,7"}, "does not record its tokens as this release writes them"),
-        ({"acceptance": "0.5"}, "does not record its tokens as this release writes them"),
-        ({"max_tokens": "none"}, "does not record its tokens as this release writes them"),
-        ({"tokens": "0,1"}, "drafter.onnx"),
+        ({"weights_sha256": "1" * 64}, "is of another model than the bundle's: run tide-export draft again"),
+        ({"tokens": "0-1,3-5,5"}, "must be ascending ranges of the model's token ids"),
+        ({"tokens": "0-1,3-7"}, "must be ascending ranges of the model's token ids"),
+        ({"tokens": "0-1,"}, "must be ascending ranges of the model's token ids"),
+        ({"acceptance": (0.5,)}, "must have 8 values in"),
+        ({"max_tokens": 1}, "must be 2 or more"),
+        ({"layers": (7,)}, r"must be ascending and lie in 1\.\.6"),
     ],
 )
 def test_a_drafter_that_is_not_the_bundle_s_is_refused(
-    bundle: Path, tmp_path: Path, metadata: dict[str, str], sentence: str
+    bundle: Path, tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
+    shutil.copytree(bundle, tmp_path / "b")
+    file = tmp_path / "b" / "tide.json"
+    manifest = json.loads(file.read_text())
+    manifest["drafter"] |= changes
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=rf"field 'drafter\.{next(iter(changes))}' {sentence}"):
+        load(tmp_path / "b")
+
+
+@pytest.mark.parametrize("changes", [{"tokens": "0-1"}, {"kv_shape": (1, 32)}])
+def test_a_network_that_is_not_the_manifest_s_is_refused(bundle: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     copy = tmp_path / "b"
     shutil.copytree(bundle, copy)
-    engine = load(with_drafter(copy, random_drafter(WIDTH, WIDTH, TOKENS), **metadata))
+    engine = load(with_drafter(copy, random_drafter(WIDTH, WIDTH, TOKENS), **changes))
     assert engine.generate([1], mode="full", max_new_tokens=3).tokens  # which needs none
-    with pytest.raises(BundleError, match=sentence):
+    with pytest.raises(BundleError, match=r"drafter\.onnx"):
         engine.generate([1], mode="lossless", max_new_tokens=3)
 
 
 def test_the_manifest_and_the_file_belong_together(bundle: Path, tmp_path: Path) -> None:
     copy = tmp_path / "b"
     shutil.copytree(bundle, copy)
-    text = (copy / "tide.json").read_text()
-    (copy / "tide.json").write_text(text.replace('"drafter": {}', '"drafter": null'))
+    manifest = json.loads((copy / "tide.json").read_text())
+    (copy / "tide.json").write_text(json.dumps(manifest | {"drafter": None}))
     with pytest.raises(BundleError, match=r"field 'drafter' must be there with the file drafter\.onnx"):
         load(copy)
 

@@ -66,7 +66,7 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "tuning": manifest.tuning,
         "tuning_in_force": _tuning_in_force(manifest),
         "auto": None if manifest.auto is None else asdict(manifest.auto),
-        "drafter": manifest.drafter,
+        "drafter": manifest.drafter and asdict(manifest.drafter),
         "drafting": None if manifest.drafting is None else asdict(manifest.drafting),
         "versions": manifest.versions,
         "files": {name: asdict(info) for name, info in manifest.files.items()},
@@ -150,10 +150,13 @@ def _auto(record: dict[str, Any] | None) -> str:
     return sentence(None if record is None else AutoMode(**record)).removeprefix("mode auto is ")
 
 
-def _drafter(record: dict[str, Any] | None) -> str:
-    """How the drafter was trained, as far as the record of `draft` says it."""
-    if record is None:
+def _drafter(info: dict[str, Any] | None) -> str:
+    """What the drafter is, as far as its record says it."""
+    if info is None:
         return "none"
+    record = info["record"] or {}
+    if "head" in record:
+        return f"the {record['layout']} head {record['head']}"
     acceptance = record.get("acceptance", {}).get("sampled", [])
     accepted = f", {acceptance[0]:.0%} of first drafts accepted on held-out answers" if acceptance else ""
     return f"trained on {record.get('tokens', 'an unknown number of')} tokens of answers{accepted}"

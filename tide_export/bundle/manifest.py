@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tide_export.bundle.auto_mode import MODES, AutoMode
+from tide_export.bundle.drafter_field import DrafterInfo, check_drafter
 from tide_export.bundle.engine_fields import FP8, INT4, EnginesInfo, NetworksInfo
 from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
 from tide_export.errors import BundleError
@@ -20,6 +21,7 @@ from tide_export.names import (
     AFTER_SEGMENTS,
     CHECKPOINTS_METADATA,
     CONTEXT_METADATA,
+    DRAFTER,
     DRAFTER_FILE,
     FINAL_ROW,
     GRAPH_FILE,
@@ -48,7 +50,7 @@ MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 OMITTED = (
     *("quantization", "remote_code", "auto", "kv_cache", "drafter"),
     *("model.kv_layers", "networks.matrices", "engines.built", "auto.slots", "drafting.drafter_cost"),
-    *("drafting.max_learned",),
+    *("drafting.max_learned", "drafter.record"),
 )
 
 
@@ -145,7 +147,7 @@ class Manifest:
     remote_code: bool | None = None  # whether Python code of the model's own was run; None: not written
     kv_cache: str | None = None  # one of KV_CACHES: type of the K/V pages; None, and then not written: float32
     auto: AutoMode | None = None  # what mode `auto` is; None, and then not written: not measured, so full depth
-    drafter: dict[str, Any] | None = None  # how the drafter was trained; None, and then not written: there is none
+    drafter: DrafterInfo | None = None  # None, and then not written: there is none
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
     @property
@@ -158,6 +160,11 @@ class Manifest:
     def kv_dtype(self) -> str:
         """Type of the K/V pages, by numpy's name."""
         return self.kv_cache or FLOAT32_KV
+
+    @property
+    def has_drafter_network(self) -> bool:
+        """Whether the drafter is among the segment networks too: not one that reads hidden states within segments."""
+        return self.networks is not None and self.drafter is not None and not self.drafter.layers
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
         """Heads and width of a layer's K/V pages [pages, kv_heads, tokens, width]: the width is head_dim, and in int8
@@ -301,6 +308,8 @@ def _check(manifest: Manifest, source: str) -> None:
         "drafter",
         f"must be there with the file {DRAFTER_FILE}, and not without it",
     )
+    if manifest.drafter is not None:
+        check_drafter(manifest.drafter, model.weights_sha256, model.vocab_size, model.num_layers, require)
     _check_networks(manifest, require)
     _check_quantization(manifest, require)
     for name, info in sorted(manifest.files.items()):
@@ -340,7 +349,8 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         require(
             batched <= networks.max_tokens, "networks.max_slot_tokens", "must fit max_batch_size times into max_tokens"
         )
-        for file in map(network_file, parts):
+        drafter = [DRAFTER] if manifest.has_drafter_network else []
+        for file in map(network_file, [*parts, *drafter]):
             require(file in manifest.files, "files", f"does not list {file}")
     if engines is not None:
         require(networks is not None, "engines", "needs the field 'networks'")
@@ -360,7 +370,8 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
                 bool(holders) and set(holders) <= set(parts), "engines.plugins.engines", "must be some of the engines"
             )
         if engines.built is not None:
-            require(set(engines.built) == set(parts), "engines.built", "must have one entry per engine")
+            names = set(engines.built) - ({DRAFTER} if engine_file(DRAFTER) in manifest.files else set())
+            require(names == set(parts), "engines.built", "must have one entry per engine")
             for name, built in sorted(engines.built.items()):
                 fused, attentions = built.fused_attention_layers, built.attention_layers
                 numbers = (built.weights_bytes, built.activation_bytes, built.layers, fused)

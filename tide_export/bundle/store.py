@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,28 +139,36 @@ def _write_over(bundle: Bundle, manifest: Manifest) -> Bundle:
     return replace(bundle, manifest=written)
 
 
-def replace_file(bundle: Bundle, name: str, source: Path, manifest: Manifest, without: Manifest) -> Bundle:
-    """Moves `source` into a bundle as its file `name`, and replaces the manifest.
+def put_files(
+    bundle: Bundle, sources: Mapping[str, Path], manifest: Manifest, without: Manifest, removed: Sequence[str] = ()
+) -> Bundle:
+    """Moves files into a bundle, removes others, and replaces the manifest.
 
-    A process that is killed in between leaves a bundle without that file, which loads as `without` says.
+    A process that is killed in between leaves a bundle without these files, which loads as `without` says.
 
     Args:
-        source: on the same disk.
-        manifest, without: with that file and without it; their `files` are filled from the bundle's.
+        sources: the new files by their names in the bundle; on the same disk.
+        manifest, without: with those files and without them; their `files` are filled from the bundle's.
+        removed: names of files.
 
     Raises:
         BundleError: as `replace_manifest`.
     """
-    info = FileInfo(source.stat().st_size, _sha256(source))
-    fsync(source)
-    others = {other: of for other, of in bundle.manifest.files.items() if other != name}
-    if name in bundle.manifest.files:
+    infos = {name: FileInfo(source.stat().st_size, _sha256(source)) for name, source in sources.items()}
+    for source in sources.values():
+        fsync(source)
+    gone = {*sources, *removed}
+    others = {other: of for other, of in bundle.manifest.files.items() if other not in gone}
+    if gone & bundle.manifest.files.keys():
         bundle = _write_over(bundle, replace(without, files=others))
     try:
-        source.replace(bundle.path / name)
+        for name, source in sources.items():
+            source.replace(bundle.path / name)
+        for name in removed:
+            (bundle.path / name).unlink(missing_ok=True)
     except OSError as error:
-        raise BundleError(f"cannot write '{bundle.path / name}': {failure(error, bundle.path)}") from error
-    return _write_over(bundle, replace(manifest, files={**others, name: info}))
+        raise BundleError(f"cannot write '{error.filename}': {failure(error, bundle.path)}") from error
+    return _write_over(bundle, replace(manifest, files=others | infos))
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

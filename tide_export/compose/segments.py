@@ -114,7 +114,7 @@ class _Segment:
             x = self._input(names.PENDING_STATES, FLOAT, [BATCH, 1, self.rows, pieces.state_size])
         indices = self._input(names.TOKEN_INDICES, INT64, [TOKENS])
         lengths = self._input(names.PAST_LENGTHS, INT64, [BATCH])
-        positions = self._positions(lengths, indices)
+        positions = positions_of(block, lengths, indices, self.capacity)
         if self.k == 0:
             (x,) = block.inline(pieces.embed, [x, positions], BATCH, TOKENS)
         else:
@@ -132,21 +132,22 @@ class _Segment:
         self.outputs |= present_outputs(written)
         return y
 
-    def _positions(self, lengths: ir.Value, indices: ir.Value) -> ir.Value:
-        """int64 [B, S]: each slot's new tokens follow those in its cache."""
-        block, integers = self.block, self.block.weights.integers
-        start = block.op("Unsqueeze", [lengths, integers("axis_1", [1])], dtype=INT64, shape=[BATCH, 1])
-        positions = block.op("Add", [start, indices], dtype=INT64, shape=[BATCH, TOKENS])
-        # Padding may be beyond the last position; it must not index beyond the tables read by position.
-        last = integers("last_place", self.capacity - 1)
-        return block.op("Min", [positions, last], dtype=INT64, shape=[BATCH, TOKENS])
-
     def _scatter(self, buffer: ir.Value, states: ir.Value, first: ir.Value) -> ir.Value:
         """`buffer` [B, 1, P, D] with `states` [B, S, D] from row `first` [B] of each slot on."""
         shape = [BATCH, 1, TOKENS, dims(buffer)[-1]]
         axis = self.block.weights.integers("axis_1", [1])
         update = self.block.op("Unsqueeze", [states, axis], dtype=FLOAT, shape=shape)
         return self.block.op("TensorScatter", [buffer, update, first], {"axis": -2}, dtype=FLOAT, shape=dims(buffer))
+
+
+def positions_of(block: Block, lengths: ir.Value, indices: ir.Value, capacity: int) -> ir.Value:
+    """int64 [B, S]: the new tokens `indices` [S] of each slot follow the `lengths` [B] in its cache."""
+    integers = block.weights.integers
+    start = block.op("Unsqueeze", [lengths, integers("axis_1", [1])], dtype=INT64, shape=[BATCH, 1])
+    positions = block.op("Add", [start, indices], dtype=INT64, shape=[BATCH, TOKENS])
+    # Padding may be beyond the last position; it must not index beyond the tables read by position.
+    last = integers("last_place", capacity - 1)
+    return block.op("Min", [positions, last], dtype=INT64, shape=[BATCH, TOKENS])
 
 
 def _head(pieces: Pieces, state_rows: int) -> ir.Model:

@@ -1,33 +1,24 @@
-"""Writes a drafter into a bundle: a network that finds its embedding in the bundle's own weights.
-
-The nodes that look up the embedding are those of the bundle's graph.
-"""
+"""Checks bundles that a drafter is to be trained for, and writes it into them."""
 
 import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-
-import onnx_ir as ir
+from typing import Any
 
 from tide_export import names
-from tide_export.bundle.manifest import Quantization
+from tide_export.bundle.engine_fields import EnginesInfo
 from tide_export.bundle.opened import Bundle, open_bundle
-from tide_export.bundle.store import replace_file
-from tide_export.compose.drafter import EMBEDDINGS, compose_drafter
+from tide_export.bundle.store import put_files
+from tide_export.compose.drafter import DrafterPieces
+from tide_export.drafting.files import drafter_info, embedding_of, rows_for, save_drafter, save_drafter_segment
+from tide_export.drafting.pieces import pieces_of
 from tide_export.errors import DraftError
 from tide_export.files import TEMPORARY, failure
-from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-from tide_export.model.quantized_weights import QuantizedWeights
-from tide_export.quantize.rounding import round_to_nearest
-from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.routers.drafter import Drafter
-from tide_export.trace.rewriting import FLOAT, present, replace_value
+from tide_export.trace.rewriting import FLOAT
 
 logger = logging.getLogger("tide_export")
-
-MAX_TOKENS = 2048  # rows of a sequence, at most: a drafter begins anew after these
-QUANTIZATION = Quantization("rtn", bits=4, block_size=16, symmetric=True, accuracy_level=INT8_MATMULS)
 
 
 def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = None, width: int | None = None) -> Bundle:
@@ -39,7 +30,8 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
 
     Raises:
         BundleError: it is missing or damaged.
-        DraftError: it is of another model, propagates K/V, or has no embedding to look up.
+        DraftError: it is of another model, propagates K/V, gives the states of a published head, or has no embedding to
+            look up.
     """
     opened = open_bundle(Path(bundle), verify=False)
     manifest = opened.manifest
@@ -47,9 +39,14 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
         raise DraftError(
             f"bundle {bundle} propagates K/V, and drafts need an exact cache: export it with kv_cache_strategy exact"
         )
+    if manifest.drafter is not None and manifest.drafter.layers:
+        raise DraftError(
+            f"bundle {bundle} gives the hidden states that its EAGLE-3 head reads, not final states: export the model "
+            "without --draft-head to train a drafter"
+        )
     if weights_sha256 is not None and manifest.model.weights_sha256 != weights_sha256:
         raise DraftError(f"bundle {bundle} was exported from another model than the one given: its weights differ")
-    shape = _embedding(opened).graph.outputs[0].shape
+    shape = embedding_of(opened.path / names.GRAPH_FILE, FLOAT).graph.outputs[0].shape
     if width is not None and (shape is None or shape[-1] != width):
         raise DraftError(
             f"bundle {bundle} looks up {'unknown' if shape is None else shape[-1]} numbers a token first, not the "
@@ -59,82 +56,53 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
 
 
 def write_drafter(bundle: str | os.PathLike[str], drafter: Drafter) -> None:
-    """Composes the network of `drafter` and writes it into the bundle, in place of one that is there.
+    """Composes the networks of `drafter` and writes them into the bundle, in place of those that are there.
+
+    An engine of an earlier drafter is removed: `tide-export build` makes one of this.
 
     Raises:
         BundleError: the bundle cannot be written to, or was changed meanwhile; it is then as it was, or has no drafter.
         DraftError: as `check_bundle`; or there is no room on the disk.
     """
     opened = check_bundle(bundle, drafter.weights_sha256, drafter.shape.embedding)
-    context = opened.manifest.model.context_length or MAX_TOKENS
-    model = compose_drafter(drafter, min(context, MAX_TOKENS))
-    lower_for_onnxruntime(model, quantized(drafter))
-    put_before(model, _embedding(opened))
-    temporary = opened.path / f".{names.DRAFTER_FILE}.{TEMPORARY}"
+    pieces = pieces_of(drafter, rows_for(opened.manifest.model.context_length))
+    put_drafter(opened, pieces, dict(drafter.provenance))
+
+
+def put_drafter(bundle: Bundle, pieces: DrafterPieces, record: dict[str, Any]) -> Bundle:
+    """Writes a drafter's networks into `bundle`; `record`: how it was made. Raises as `write_drafter`."""
+    manifest, folder = bundle.manifest, bundle.path
+    drafting = manifest.drafting
+    plain = replace(
+        manifest,
+        drafter=None,
+        drafting=drafting and replace(drafting, drafter_cost=None),
+        engines=manifest.engines and _without_drafter(manifest.engines),
+    )
+    new = replace(plain, drafter=drafter_info(pieces, manifest.model.weights_sha256, record))
+    files = {names.DRAFTER_FILE: folder / f".{names.DRAFTER_FILE}.{TEMPORARY}"}
+    if new.has_drafter_network:
+        name = names.network_file(names.DRAFTER)
+        files[name] = (folder / name).with_name(f".{names.DRAFTER_FILE}.{TEMPORARY}")
     try:
-        ir.save(model, temporary)
-        drafting = opened.manifest.drafting
-        plain = replace(opened.manifest, drafter=None, drafting=drafting and replace(drafting, drafter_cost=None))
-        replace_file(opened, names.DRAFTER_FILE, temporary, replace(plain, drafter=dict(drafter.provenance)), plain)
+        save_drafter(folder, pieces, files[names.DRAFTER_FILE])
+        if new.has_drafter_network:
+            save_drafter_segment(folder, pieces, new, files[names.network_file(names.DRAFTER)])
+        written = put_files(bundle, files, new, plain, removed=[names.engine_file(names.DRAFTER)])
     except OSError as error:
-        raise DraftError(f"cannot write the drafter into {bundle}: {failure(error, opened.path)}") from error
+        raise DraftError(f"cannot write the drafter into {folder}: {failure(error, folder)}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in files.values():
+            temporary.unlink(missing_ok=True)
+    if new.engines is not None:
+        logger.warning(
+            "the engines of %s have none for the drafter, so nothing is drafted on them: tide-export build makes it",
+            folder,
+        )
+    return written
 
 
-def quantized(drafter: Drafter, settings: Quantization = QUANTIZATION) -> QuantizedWeights:
-    """Rounds the matrices of a drafter to integers."""
-    matrices = drafter.matrices.items()
-    return QuantizedWeights(settings, {name: round_to_nearest(matrix, settings) for name, matrix in matrices})
-
-
-def _embedding(bundle: Bundle) -> ir.Model:
-    """The first nodes of the bundle's graph, which make float32 embeddings of token ids.
-
-    Raises:
-        DraftError: they look up more than the ids.
-    """
-    model = ir.load(bundle.path / names.GRAPH_FILE)
-    (ids,) = (value for value in model.graph.inputs if value.name == names.INPUT_IDS)
-    values, nodes = {ids}, list[ir.Node]()
-    for node in model.graph:
-        read = [value for value in node.inputs if value is not None and value.const_value is None]
-        if not read or not set(read) <= values:
-            continue
-        nodes.append(node)
-        values |= set(node.outputs)
-        if node.outputs[0].dtype == FLOAT:
-            break
-    if not nodes or nodes[-1].outputs[0].dtype != FLOAT:
-        raise DraftError(f"bundle {bundle.path} has no single lookup of its embedding: a drafter cannot read it")
-    for node in list(model.graph):
-        if node not in nodes:
-            for index in range(len(node.inputs)):
-                node.replace_input_with(index, None)
-    output = nodes[-1].outputs[0]
-    model.graph.outputs.clear()
-    model.graph.outputs.append(output)
-    model.graph.remove([node for node in model.graph if node not in nodes])
-    return model
-
-
-def put_before(model: ir.Model, embedding: ir.Model) -> None:
-    """Makes `model` read token ids in place of the embeddings that `embedding` makes of them."""
-    output = embedding.graph.outputs[0]
-    graph = model.graph
-    (placeholder,) = (value for value in graph.inputs if value.name == EMBEDDINGS)
-    (ids,) = (value for value in embedding.graph.inputs if value.name == names.INPUT_IDS)
-    nodes = list(embedding.graph)
-    weights = [
-        value for value in embedding.graph.initializers.values() if any(node in nodes for node, _ in value.uses())
-    ]
-    embedding.graph.outputs.clear()
-    embedding.graph.remove(nodes)
-    for weight in weights:
-        embedding.graph.initializers.pop(str(weight.name))
-        graph.initializers.add(weight)
-    replace_value(placeholder, output)
-    graph.insert_before(present(next(iter(graph))), nodes)
-    embedding.graph.inputs.remove(ids)
-    ids.shape = ir.Shape([1, *(placeholder.shape or [])[1:2]])
-    graph.inputs[list(graph.inputs).index(placeholder)] = ids
+def _without_drafter(engines: EnginesInfo) -> EnginesInfo:
+    if engines.built is None:
+        return engines
+    return replace(engines, built={name: one for name, one in engines.built.items() if name != names.DRAFTER})

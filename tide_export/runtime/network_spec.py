@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tide_export import names
+from tide_export.bundle.drafter_field import DrafterInfo
 from tide_export.bundle.engine_fields import NetworksInfo, Profile
 from tide_export.bundle.manifest import Manifest
 from tide_export.errors import BundleError
@@ -106,7 +107,7 @@ def from_tensorrt(spec: NetworkSpec, described: Mapping[str, tuple[str, Sequence
 
 
 def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
-    """The tensors that every network of a bundle must have."""
+    """The tensors that every network of a bundle must have: the segments, AFTER_SEGMENTS, and DRAFTER if it has one."""
     state, sizes = STATE_TYPES[info.weights], manifest.segment_sizes
     pending = Tensor(state, (BATCH, 1, info.state_rows, manifest.model.hidden_size))
     exits = Tensor(state, (BATCH, 1, info.state_rows, info.exit_size))
@@ -139,4 +140,26 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     shape = (TOKENS, min(names.MAX_CANDIDATES, vocabulary))
     found = {names.CANDIDATE_LOGITS: Tensor("float32", shape), names.CANDIDATE_TOKENS: Tensor("int64", shape)}
     networks[names.CANDIDATES] = NetworkSpec(names.CANDIDATES, logits, found)
+    if manifest.drafter is not None and manifest.has_drafter_network:
+        networks[names.DRAFTER] = _drafter(manifest.drafter, state)
     return networks
+
+
+def _drafter(drafter: DrafterInfo, state: str) -> NetworkSpec:
+    """The tensors of the drafter's network."""
+    heads, head_dim = drafter.kv_shape
+    inputs = {
+        names.INPUT_IDS: Tensor("int64", (BATCH, TOKENS)),
+        names.HIDDEN_STATES: Tensor(state, (BATCH, TOKENS, drafter.state_size)),
+        names.TOKEN_INDICES: Tensor("int64", (TOKENS,)),
+        names.PAST_LENGTHS: Tensor("int64", (BATCH,)),
+        names.LAST_TOKENS: Tensor("int64", (BATCH,)),
+    }
+    outputs = {
+        names.LOGITS: Tensor("float32", (BATCH, 1, drafter.token_count)),
+        names.NEW_HIDDEN_STATES: Tensor(state, (BATCH, 1, drafter.state_size)),
+    }
+    for kind in ("key", "value"):
+        inputs[names.past(0, kind)] = Tensor(state, (BATCH, heads, drafter.max_tokens, head_dim))
+        outputs[names.present(0, kind)] = inputs[names.past(0, kind)]
+    return NetworkSpec(names.DRAFTER, inputs, outputs)

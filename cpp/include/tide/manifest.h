@@ -41,6 +41,17 @@ struct Drafting {
   std::optional<std::int64_t> max_learned = {};  // drafts of a drafter before one verification; none: 8
 };
 
+// A drafter, whose network is drafter.onnx.
+struct DrafterInfo {
+  std::string weights_sha256;           // of the model that it was trained for, as `ModelInfo::weights_sha256`
+  std::string tokens;                   // ids that it can propose, ascending: "0-3,7"
+  std::vector<double> acceptance;       // share of its drafts that are accepted, by confidence
+  std::int64_t max_tokens = 0;          // rows of a sequence, after which it begins anew
+  ModelInfo::KvShape kv_shape{};        // of its keys and values
+  std::int64_t state_size = 0;          // width of the states that it reads
+  std::vector<std::int64_t> layers;     // after which it reads hidden states; empty: the model's final state
+};
+
 // The segment networks and the head, which a bundle for TensorRT holds beside its graph.
 struct NetworksInfo {
   std::string weights;               // precision of their weights, states and K/V: "fp32", "fp16", "bf16"
@@ -121,13 +132,15 @@ struct Manifest {
   std::string kv_cache = "float32";       // type of the K/V buffers: "float32" or "int8"
   std::string weights;                    // precision of the graph's weights: "fp32", "bf16", "fp16", "int8", "int4"
   std::optional<Drafting> drafting;
-  bool has_drafter = false;           // whether there is a drafter's network
+  std::optional<DrafterInfo> drafter;
   std::optional<AutoMode> auto_mode;  // none: not measured, and mode "auto" is full depth
   std::optional<NetworksInfo> networks;
   std::optional<EnginesInfo> engines;
   std::map<std::string, FileInfo> files;  // by path relative to the bundle, "/" between folders
 
   bool propagates() const { return kv_cache_strategy == "propagate"; }
+  // Whether the drafter is among the segment networks too: not one that reads hidden states within segments.
+  bool has_drafter_network() const { return networks && drafter && drafter->layers.empty(); }
   bool int8_kv() const { return kv_cache == "int8"; }
 
   // Shape of a K/V buffer of a layer for this many tokens, [1, kv_heads, tokens, head_dim]; in int8 each row ends with

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 
+#include "bundle/drafter_fields.h"
 #include "bundle/engine_fields.h"
 #include "bundle/mode_fields.h"
 #include "bundle/fields.h"
@@ -131,7 +132,9 @@ void check_networks(Manifest const& manifest, Require const& require) {
     bool const fits = networks->max_slot_tokens <= networks->max_tokens / networks->max_batch_size;
     require(networks->max_batch_size == 1 || fits, "networks.max_slot_tokens",
             "must fit max_batch_size times into max_tokens");
-    for (std::string const& part : parts) {
+    std::vector<std::string> all = parts;
+    if (manifest.has_drafter_network()) all.push_back(names::kDrafter);
+    for (std::string const& part : all) {
       std::string const file = network_file(part);
       require(manifest.files.count(file) == 1, "files", "does not list " + file);
     }
@@ -158,8 +161,10 @@ void check_networks(Manifest const& manifest, Require const& require) {
               "engines.plugins.engines", "must be some of the engines");
     }
     if (auto const& built = engines->built) {
-      bool const all = built->size() == parts.size() && std::all_of(built->begin(), built->end(), [&](auto const& one) {
-                         return is_part(one.first);
+      bool const drafts = built->count(names::kDrafter) == 1 && manifest.files.count(engine_file(names::kDrafter)) == 1;
+      bool const all = built->size() == parts.size() + (drafts ? 1 : 0) &&
+                       std::all_of(built->begin(), built->end(), [&](auto const& one) {
+                         return is_part(one.first) || (drafts && one.first == names::kDrafter);
                        });
       require(all, "engines.built", "must have one entry per engine");
       for (auto const& [name, one] : *built) {
@@ -246,8 +251,9 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   };
   require(!targets.empty() && all(targets, is_target), "targets", "must be some of onnxruntime, tensorrt, tensorrt-rtx");
   require(manifest.files.count(kGraphFile) == 1, "files", std::string("does not list ") + kGraphFile);
-  require(manifest.has_drafter == (manifest.files.count(kDrafterFile) == 1), "drafter",
+  require(manifest.drafter.has_value() == (manifest.files.count(kDrafterFile) == 1), "drafter",
           std::string("must be there with the file ") + kDrafterFile + ", and not without it");
+  if (manifest.drafter) check_drafter(*manifest.drafter, model, require);
   check_networks(manifest, require);
   check_quantization(manifest.weights, used, require);
   for (auto const& [name, info] : manifest.files) {
@@ -338,8 +344,7 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   if (field.has("remote_code") && !field["remote_code"].is_null()) field["remote_code"].boolean();
   if (field.has("kv_cache") && !field["kv_cache"].is_null()) manifest.kv_cache = field["kv_cache"].text();
   manifest.auto_mode = auto_mode_of(field);
-  manifest.has_drafter = field.has("drafter") && !field["drafter"].is_null();
-  if (manifest.has_drafter) field["drafter"].entries();
+  manifest.drafter = drafter_of(field);
   manifest.files = files_of(field["files"]);
   check(manifest, targets, used, source);
   return manifest;

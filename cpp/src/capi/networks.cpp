@@ -4,6 +4,7 @@
 #include "capi/options.h"
 #include "segmented/backend.h"
 #include "segmented/cuda.h"
+#include "tensorrt/engines.h"
 
 using namespace tide::capi;
 
@@ -65,9 +66,10 @@ std::shared_ptr<tide::Backend> open_callers_networks(tide::Bundle bundle, tide_n
     throw tide::ProviderError("bundle '" + bundle.path.string() +
                               "' holds no segment networks: export it with --target tensorrt or tensorrt-rtx");
   }
-  auto const specs = std::make_shared<std::vector<tide::NetworkSpec>>(tide::network_specs(bundle.manifest));
+  bool const drafter = !tide::is_flavour(given.provider) || tide::has_drafter_engine(bundle.manifest);
+  auto const specs = std::make_shared<std::vector<tide::NetworkSpec>>(tide::network_specs(bundle.manifest, drafter));
   if (given.gpu >= 0) tide::select_gpu(given.gpu);
-  return std::make_shared<tide::SegmentBackend>(std::move(bundle), given.provider, *specs, [specs, given] {
+  return std::make_shared<tide::SegmentBackend>(std::move(bundle), given.provider, *specs, [specs, given](tide::NetworksOf part) {
     tide::DeviceNetworks opened;
     tide::CudaDevice* device = nullptr;
     if (given.gpu >= 0) {
@@ -79,6 +81,7 @@ std::shared_ptr<tide::Backend> open_callers_networks(tide::Bundle bundle, tide_n
     }
     auto const shared = std::make_shared<Opened>(given, device == nullptr ? nullptr : device->stream());
     for (tide::NetworkSpec const& spec : *specs) {
+      if (!tide::is_of(spec, part)) continue;
       opened.networks.push_back(std::make_unique<CallersNetwork>(shared, spec, device));
     }
     return opened;

@@ -142,7 +142,7 @@ std::string json_of(Engine const& engine, GenerationConfig const& config) {
     drafting = "{\"max_drafts\": " + std::to_string(config.max_pending.value_or(used.max_drafts)) +
                ", \"prompt_lookup\": " + std::to_string(config.prompt_lookup.value_or(used.prompt_lookup)) +
                ", \"drafter\": " +
-               std::to_string(engine.manifest().has_drafter ? config.drafter.value_or(DraftLimits(used).drafter) : 0) +
+               std::to_string(engine.manifest().drafter ? config.drafter.value_or(DraftLimits(used).drafter) : 0) +
                ", \"draft_costs\": " + list(used.draft_costs) + ", \"verify_costs\": " + list(used.verify_costs) + "}";
   }
   std::int64_t const pending = drafts ? -1 : config.max_pending.value_or(engine.manifest().max_pending);

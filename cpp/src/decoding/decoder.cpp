@@ -35,7 +35,7 @@ class OneByOne final : public Decoder {
 }  // namespace
 
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
-                                      std::shared_ptr<Audit> const& audit, DrafterInfo const* drafter) {
+                                      std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter) {
   Sampler sampler = std::move(request.samplers[number]);
   std::size_t const candidates = sampler.candidates();
   std::unique_ptr<Decoder> decoder;

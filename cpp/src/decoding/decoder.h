@@ -13,7 +13,7 @@ namespace tide {
 class Audit;
 struct DraftResult;
 struct DraftRows;
-struct DrafterInfo;
+struct DraftsInfo;
 struct Request;
 
 // A step that a decoder requests: the arguments of `State::step`.
@@ -83,6 +83,6 @@ class Decoder {
 // audit: of mode exit; null: none. drafter: of the bundle, which outlives it; null: none.
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
                                       std::shared_ptr<Audit> const& audit = nullptr,
-                                      DrafterInfo const* drafter = nullptr);
+                                      DraftsInfo const* drafter = nullptr);
 
 }  // namespace tide

@@ -5,15 +5,19 @@
 #include <cstdint>
 #include <vector>
 
+#include "tide/manifest.h"
+
 namespace tide {
 
-// Of a bundle's drafter.
-struct DrafterInfo {
+// What a decoder needs to know of a bundle's drafter.
+struct DraftsInfo {
   std::vector<std::int64_t> tokens;  // that it can propose, ascending
   std::vector<double> acceptance;    // share of its drafts that was accepted in training, by confidence
   std::int64_t max_rows = 0;         // of a sequence
   std::size_t width = 0;             // of a state
 };
+
+DraftsInfo drafts_info(DrafterInfo const& drafter);
 
 // Rows that the drafter is to run over in one sequence: tokens, each with the state before it.
 struct DraftRows {
@@ -38,7 +42,7 @@ class Drafts {
  public:
   virtual ~Drafts() = default;
 
-  virtual DrafterInfo const& info() const = 0;
+  virtual DraftsInfo const& info() const = 0;
 
   // Runs rows of some sequences, one slot at most once; a slot without rows so far begins anew. Throws GenerationError: not
   // enough memory, or the network failed; the rows of a slot are then those before.

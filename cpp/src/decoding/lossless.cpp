@@ -33,7 +33,7 @@ double cost_of_more(std::vector<double> const& costs, std::size_t more) {
 class LosslessDecoder final : public Decoder {
  public:
   LosslessDecoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context, Sampler sampler,
-                  DraftLimits const& limits, std::set<std::int64_t> stops, DrafterInfo const* drafter)
+                  DraftLimits const& limits, std::set<std::int64_t> stops, DraftsInfo const* drafter)
       : sampler_(std::move(sampler)),
         depths_(std::move(depths)),
         limits_(limits),
@@ -360,7 +360,7 @@ class LosslessDecoder final : public Decoder {
   bool requested_ = true;              // whether `request_` is the step to run next
 
   std::int64_t const max_learned_;    // drafts of the drafter before one verification
-  DrafterInfo const* const drafter_;  // null: none
+  DraftsInfo const* const drafter_;  // null: none
   bool by_drafter_ = false;           // whether the block's drafts are the drafter's
   bool drafting_ = false;             // whether it is to run over `rows_`
   DraftRows rows_;
@@ -374,7 +374,7 @@ class LosslessDecoder final : public Decoder {
 
 std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
                                                Sampler sampler, DraftLimits const& limits,
-                                               std::set<std::int64_t> const& stops, DrafterInfo const* drafter) {
+                                               std::set<std::int64_t> const& stops, DraftsInfo const* drafter) {
   return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops, drafter);
 }
 

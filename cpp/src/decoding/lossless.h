@@ -29,6 +29,6 @@ namespace tide {
 std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
                                                Sampler sampler, DraftLimits const& limits,
                                                std::set<std::int64_t> const& stops,
-                                               DrafterInfo const* drafter = nullptr);
+                                               DraftsInfo const* drafter = nullptr);
 
 }  // namespace tide

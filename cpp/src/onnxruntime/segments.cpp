@@ -69,7 +69,7 @@ OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threa
     throw ProviderError(std::string("this ONNX Runtime has no ") + kCudaProvider +
                         ": pip install tide_export[gpu], or use provider 'cpu'");
   }
-  specs_ = network_specs(bundle.manifest);
+  specs_ = network_specs(bundle.manifest, true);
   loaded_ = std::make_shared<Loaded>();
   for (NetworkSpec const& spec : specs_) {
     std::string const file = network_file(spec.name);
@@ -78,9 +78,10 @@ OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threa
   }
 }
 
-std::vector<std::unique_ptr<Network>> OrtNetworks::bind(Device* queue) {
+std::vector<std::unique_ptr<Network>> OrtNetworks::bind(NetworksOf part, Device* queue) {
   std::vector<std::unique_ptr<Network>> networks;
   for (std::size_t i = 0; i < specs_.size(); ++i) {
+    if (!is_of(specs_[i], part)) continue;
     networks.push_back(std::make_unique<OrtNetwork>(loaded_->sessions[i], specs_[i], queue, gpu_));
   }
   return networks;
@@ -88,8 +89,8 @@ std::vector<std::unique_ptr<Network>> OrtNetworks::bind(Device* queue) {
 
 std::shared_ptr<Backend> open_networks(Bundle bundle, std::optional<std::int64_t> threads) {
   auto const networks = std::make_shared<OrtNetworks>(bundle, threads);
-  return std::make_shared<SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks] {
-    return DeviceNetworks{std::make_unique<HostDevice>(), networks->bind()};
+  return std::make_shared<SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks](NetworksOf part) {
+    return DeviceNetworks{std::make_unique<HostDevice>(), networks->bind(part)};
   });
 }
 

@@ -21,10 +21,10 @@ class OrtNetworks {
 
   std::vector<NetworkSpec> const& specs() const { return specs_; }
 
-  // The networks, with their own bindings, for one set of buffers; `run` returns when it is done. They must not outlive
-  // this object. queue: of the buffers, whose work a run waits for, because ONNX Runtime has another stream; null: the
-  // host, where nothing is queued.
-  std::vector<std::unique_ptr<Network>> bind(Device* queue = nullptr);
+  // The networks of sequences or of the drafter, with their own bindings, for one set of buffers; `run` returns when it
+  // is done. They must not outlive this object. queue: of the buffers, whose work a run waits for, because ONNX Runtime
+  // has another stream; null: the host, where nothing is queued.
+  std::vector<std::unique_ptr<Network>> bind(NetworksOf part, Device* queue = nullptr);
 
  private:
   struct Loaded;

@@ -93,7 +93,12 @@ PagedBackend::PagedBackend(Bundle opened, std::optional<std::int64_t> threads, s
   std::filesystem::path const graph = bundle().file(kGraphFile).path();
   session_ = load_network(env_, bundle(), kGraphFile, threads, kWeightsFile, std::nullopt, replacement);
   std::vector<Tensor> const tensors = tensors_of(session_);
-  graph_spec(manifest(), last_dimension(tensors, names::kFinalStates)).check(tensors, graph.string());
+  std::int64_t const state_size = last_dimension(tensors, names::kFinalStates);
+  graph_spec(manifest(), state_size).check(tensors, graph.string());
+  if (manifest().drafter && manifest().drafter->state_size != state_size) {
+    throw BundleError(quoted(graph) + " gives states of " + std::to_string(state_size) + " numbers, not of the " +
+                      std::to_string(manifest().drafter->state_size) + " that the drafter reads: export the bundle again");
+  }
   check_metadata(session_, manifest(), quoted(graph));
 }
 
@@ -103,7 +108,7 @@ std::unique_ptr<Sequence> PagedBackend::start(std::vector<float> const& threshol
 }
 
 std::unique_ptr<Drafts> PagedBackend::start_drafts(std::size_t slots) {
-  if (!manifest().has_drafter) return nullptr;
+  if (!manifest().drafter) return nullptr;
   bundle().check_weights();
   return or_generation_error("cannot start the drafter", [&] {
     std::lock_guard<std::mutex> const lock(mutex_);

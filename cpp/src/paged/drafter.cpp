@@ -1,56 +1,20 @@
 #include "paged/drafter.h"
 
 #include <algorithm>
-#include <cstdlib>
 
-#include "formatting.h"
 #include "names.h"
 #include "tide/errors.h"
 
 namespace tide {
-namespace {
-
-// The numbers of a field of the network's metadata, which commas join; empty: it is not there or holds something else.
-std::vector<double> numbers_of(Ort::Session const& session, char const* field) {
-  std::string text;
-  std::vector<double> numbers;
-  if (!session.metadata(field, text)) return numbers;
-  for (char const* at = text.c_str(); *at != 0;) {
-    char* end = nullptr;
-    numbers.push_back(std::strtod(at, &end));
-    if (end == at || (*end != 0 && *end != ',')) return {};
-    at = *end == 0 ? end : end + 1;
-  }
-  return numbers;
-}
-
-// The heads and width of its K/V pages; zeros, which none have, where it has none.
-ModelInfo::KvShape kv_shape_of(std::vector<Tensor> const& tensors) {
-  for (Tensor const& tensor : tensors) {
-    if (tensor.name != names::pages(0, names::kKinds[0]) || tensor.shape.size() != 4) continue;
-    return {std::max<std::int64_t>(tensor.shape[1], 0), std::max<std::int64_t>(tensor.shape[3], 0)};
-  }
-  return {0, 0};
-}
-
-}  // namespace
 
 DrafterNetwork::DrafterNetwork(Bundle const& bundle, std::optional<std::int64_t> threads)
-    : session_(load_network(env_, bundle, kDrafterFile, threads)) {
-  std::vector<Tensor> const tensors = tensors_of(session_);
-  for (double const token : numbers_of(session_, names::kTokensMetadata)) {
-    info_.tokens.push_back(static_cast<std::int64_t>(token));
-  }
-  info_.acceptance = numbers_of(session_, names::kAcceptanceMetadata);
-  std::vector<double> const most = numbers_of(session_, names::kMaxTokensMetadata);
-  info_.max_rows = most.size() == 1 ? static_cast<std::int64_t>(most[0]) : 0;
-  std::int64_t const width = last_dimension(tensors, names::kHiddenStates);
-  info_.width = static_cast<std::size_t>(width);
+    : session_(load_network(env_, bundle, kDrafterFile, threads)), info_(drafts_info(*bundle.manifest.drafter)) {
+  DrafterInfo const& drafter = *bundle.manifest.drafter;
   manifest_.model.num_layers = 1;
   manifest_.model.context_length = info_.max_rows;
-  manifest_.model.kv_shapes = {kv_shape_of(tensors)};
+  manifest_.model.kv_shapes = {drafter.kv_shape};
   manifest_.model.kv_layers = {0};
-
+  std::int64_t const width = drafter.state_size;
   NetworkSpec spec{kDrafterFile,
                    {{names::kInputIds, true, "int64", {1, kTokens}},
                     {names::kHiddenStates, true, "float32", {1, kTokens, width}},
@@ -60,28 +24,8 @@ DrafterNetwork::DrafterNetwork(Bundle const& bundle, std::optional<std::int64_t>
                     {names::kLogits, false, "float32", {kTokens, static_cast<std::int64_t>(info_.tokens.size())}},
                     {names::kNewHiddenStates, false, "float32", {kTokens, width}}}};
   add_pages(spec, manifest_, {0}, {0});
-  spec.check(tensors, bundle.file(kDrafterFile).path().string());
-  check(bundle);
+  spec.check(tensors_of(session_), bundle.file(kDrafterFile).path().string());
   pool_.emplace(manifest_);
-}
-
-// Checks what no tensor shows.
-void DrafterNetwork::check(Bundle const& bundle) {
-  std::string const file = quoted(bundle.file(kDrafterFile).path());
-  std::string fingerprint;
-  session_.metadata(names::kFingerprintMetadata, fingerprint);
-  if (fingerprint != bundle.manifest.model.weights_sha256) {
-    throw BundleError(file + " was trained for another model than the bundle's: run tide-export draft again");
-  }
-  auto const& tokens = info_.tokens;
-  bool const ascending = std::adjacent_find(tokens.begin(), tokens.end(), std::greater_equal<>()) == tokens.end();
-  bool const known = !tokens.empty() && tokens.front() >= 0 && tokens.back() < bundle.manifest.model.vocab_size;
-  bool const shares = info_.acceptance.size() == kConfidences.size() &&
-                      std::all_of(info_.acceptance.begin(), info_.acceptance.end(),
-                                  [](double share) { return 0 <= share && share <= 1; });
-  if (!ascending || !known || !shares || info_.max_rows < 2) {
-    throw BundleError(file + " does not record its tokens as this release writes them: run tide-export draft again");
-  }
 }
 
 PagedDrafts::PagedDrafts(DrafterNetwork& network, std::size_t slots)

@@ -20,17 +20,16 @@ class DrafterNetwork {
   // Throws BundleError: it does not load, or is not one for the bundle's model. GenerationError: no memory can be reserved.
   DrafterNetwork(Bundle const& bundle, std::optional<std::int64_t> threads);
 
-  DrafterInfo const& info() const { return info_; }
+  DraftsInfo const& info() const { return info_; }
 
  private:
   friend class PagedDrafts;
-  void check(Bundle const& bundle);
 
   ReturnsFreeMemory returns_free_memory_;
   Ort::Env env_{"tide"};
   NetworkSession session_;
   Manifest manifest_;  // of its one layer, for its sequences and pages
-  DrafterInfo info_;
+  DraftsInfo info_;
   std::optional<PagePool> pool_;
 };
 
@@ -39,7 +38,7 @@ class PagedDrafts final : public Drafts {
  public:
   PagedDrafts(DrafterNetwork& network, std::size_t slots);
 
-  DrafterInfo const& info() const override { return network_.info(); }
+  DraftsInfo const& info() const override { return network_.info(); }
   std::vector<DraftResult> run(std::vector<SlotDraft> const& drafts) override;
   void leave(std::size_t slot) noexcept override { sequences_[slot].reset(); }
 

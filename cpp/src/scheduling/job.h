@@ -39,7 +39,7 @@ class Job {
 
   // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none. drafter: as in
   // `make_decoder`.
-  void begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DrafterInfo const* drafter);
+  void begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter);
 
   // Omits the first `count` tokens of the prompt, whose K/V the sequence has, from the first step.
   void skip(std::int64_t count);

@@ -8,9 +8,31 @@
 
 namespace tide {
 
-SegmentBackend::SegmentBackend(Bundle bundle, std::string provider, std::vector<NetworkSpec> specs,
-                               std::function<DeviceNetworks()> open_device)
-    : Backend(std::move(bundle), std::move(provider)), specs_(std::move(specs)), open_device_(std::move(open_device)) {}
+SegmentBackend::SegmentBackend(Bundle bundle, std::string provider, std::vector<NetworkSpec> specs, OpenDevice open_device)
+    : Backend(std::move(bundle), std::move(provider)), specs_(std::move(specs)), open_device_(std::move(open_device)) {
+  if (!is_of(specs_.back(), NetworksOf::drafter)) return;
+  drafter_spec_ = std::move(specs_.back());
+  specs_.pop_back();
+  drafts_info_ = drafts_info(*manifest().drafter);
+  if (manifest().drafter->state_size == manifest().networks->exit_size) return;
+  throw BundleError("bundle '" + this->bundle().path.string() + "' gives states of " +
+                    std::to_string(manifest().networks->exit_size) + " numbers, not of the " +
+                    std::to_string(manifest().drafter->state_size) + " that the drafter reads: export it again");
+}
+
+std::unique_ptr<Drafts> SegmentBackend::start_drafts(std::size_t slots) {
+  if (!drafter_spec_) return nullptr;
+  return or_generation_error("cannot start the drafter", [&] {
+    std::size_t const count = std::min(slots, max_batch_size());
+    std::unique_ptr<DraftBuffers> buffers = idle_drafts_.pop(count);
+    if (buffers == nullptr) {
+      buffers = std::make_unique<DraftBuffers>(*drafter_spec_, open_device_(NetworksOf::drafter), *manifest().networks,
+                                               *drafts_info_, count);
+    }
+    for (std::size_t slot = 0; slot < buffers->slots(); ++slot) buffers->clear(slot);
+    return std::make_unique<SegmentedDrafts>(*this, std::move(buffers));
+  });
+}
 
 std::size_t SegmentBackend::max_batch_size() const {
   return static_cast<std::size_t>(manifest().networks->max_batch_size);
@@ -28,32 +50,13 @@ std::unique_ptr<Batch> SegmentBackend::start_batch(double compaction_threshold, 
   });
 }
 
-std::unique_ptr<SegmentBuffers> SegmentBackend::take(Idle& idle, std::size_t slots) {
+std::unique_ptr<SegmentBuffers> SegmentBackend::take(Idle<SegmentBuffers>& idle, std::size_t slots) {
   std::unique_ptr<SegmentBuffers> buffers = idle.pop(slots);
   if (buffers == nullptr) {
-    return std::make_unique<SegmentBuffers>(specs_, open_device_(), *manifest().networks, slots);
+    return std::make_unique<SegmentBuffers>(specs_, open_device_(NetworksOf::sequences), *manifest().networks, slots);
   }
   for (std::size_t slot = 0; slot < buffers->slots(); ++slot) buffers->clear(slot);
   return buffers;
-}
-
-std::unique_ptr<SegmentBuffers> SegmentBackend::Idle::pop(std::size_t slots) {
-  std::lock_guard<std::mutex> const lock(mutex_);
-  auto const fits = [&](auto const& buffers) { return buffers->slots() >= slots; };
-  auto const found = std::find_if(buffers_.begin(), buffers_.end(), fits);
-  if (found == buffers_.end()) {
-    buffers_.clear();
-    buffers_.reserve(++made_);  // `push` must not throw
-    return nullptr;
-  }
-  std::unique_ptr<SegmentBuffers> buffers = std::move(*found);
-  buffers_.erase(found);
-  return buffers;
-}
-
-void SegmentBackend::Idle::push(std::unique_ptr<SegmentBuffers> buffers) noexcept {
-  std::lock_guard<std::mutex> const lock(mutex_);
-  buffers_.push_back(std::move(buffers));
 }
 
 }  // namespace tide

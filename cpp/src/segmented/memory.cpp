@@ -4,6 +4,7 @@
 #include <string>
 
 #include "names.h"
+#include "segmented/numbers.h"
 #include "tide/errors.h"
 #include "tide/state.h"
 
@@ -21,6 +22,7 @@ SegmentBuffers::SegmentBuffers(std::vector<NetworkSpec> const& specs, DeviceNetw
       device_(std::move(device_networks.device)),
       networks_(std::move(device_networks.networks)),
       written_(slots),
+      exit_states_(specs[specs.size() - names::kAfterSegments][names::kExitStates]),
       last_run_(slots) {
   std::size_t const num_segments = specs.size() - names::kAfterSegments;
   auto const count = static_cast<std::int64_t>(slots);
@@ -189,6 +191,33 @@ float SegmentBuffers::score(std::size_t k) const { return segments_[k].runs[0]->
 void SegmentBuffers::logits(std::vector<HeadRow>& rows) {
   head_->run(rows);
   nothing_queued();
+}
+
+void SegmentBuffers::queue_states(std::vector<StateRows> rows) {
+  std::size_t const slot = exit_states_.size(), row = slot / static_cast<std::size_t>(info_.state_rows);
+  std::size_t size = 0;
+  for (StateRows const& one : rows) size += static_cast<std::size_t>(one.count) * row;
+  if (size > states_.size) states_ = device_->staging(size);
+  std::byte* target = states_.address;
+  for (StateRows const& one : rows) {
+    std::size_t const bytes = static_cast<std::size_t>(one.count) * row;
+    device_->download(target, exits_.address + one.slot * slot + static_cast<std::size_t>(one.first) * row, bytes);
+    target += bytes;
+  }
+  queued_ = std::move(rows);
+}
+
+void SegmentBuffers::take_states() {
+  auto const width = static_cast<std::size_t>(exit_states_.shape.back());
+  std::size_t const item = exit_states_.size() / width / static_cast<std::size_t>(info_.state_rows);
+  std::byte const* source = states_.address;
+  for (StateRows const& one : queued_) {
+    std::size_t const count = static_cast<std::size_t>(one.count) * width, before = one.results->size();
+    one.results->resize(before + count);
+    widen(exit_states_.dtype, source, count, one.results->data() + before);
+    source += count * item;
+  }
+  queued_.clear();
 }
 
 void SegmentBuffers::wait() {

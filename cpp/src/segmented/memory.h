@@ -34,6 +34,13 @@ struct SlotRun {
   std::int64_t const* ids;  // the new tokens, for segment 0
 };
 
+// Rows of the exit states of a slot.
+struct StateRows {
+  std::size_t slot;
+  std::int64_t first, count;
+  std::vector<float>* results;  // to which they are appended, [count, exit_size]
+};
+
 // May be used by one thread at a time.
 class SegmentBuffers {
  public:
@@ -74,6 +81,10 @@ class SegmentBuffers {
 
   // See `Head::run`.
   void logits(std::vector<HeadRow>& rows);
+
+  // Queue the copy of states to the host, and append them to their results once something that ran after it is read.
+  void queue_states(std::vector<StateRows> rows);
+  void take_states();
 
  private:
   enum Input : std::size_t { kLengths, kLast, kPending, kThreshold, kIds, kNoInput };  // parts of the small inputs
@@ -121,6 +132,9 @@ class SegmentBuffers {
   Buffer exits_;
   std::unique_ptr<Block> indices_;
   std::unique_ptr<Head> head_;
+  Tensor const exit_states_;
+  Buffer states_;                  // on the host
+  std::vector<StateRows> queued_;  // copied there one after the other
   std::vector<LastRun> last_run_;  // by slot
 };
 

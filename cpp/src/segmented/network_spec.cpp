@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <map>
 
+#include "bundle/drafter_fields.h"
 #include "names.h"
 #include "tide/errors.h"
 
 namespace tide {
 namespace {
+
+std::map<std::string, std::string> const kStateTypes = {{"fp32", "float32"}, {"fp16", "float16"}, {"bf16", "bfloat16"}};
 
 constexpr char const *kPast = "past_key_values.", *kPresent = "present.";
 
@@ -25,7 +28,7 @@ std::string shown(Tensor const& tensor) {
 
 NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t first_layer, std::size_t end_layer) {
   NetworksInfo const& info = *manifest.networks;
-  std::string const state = info.weights == "fp32" ? "float32" : info.weights == "fp16" ? "float16" : "bfloat16";
+  std::string const& state = kStateTypes.at(info.weights);
   std::vector<std::int64_t> const pending = {kSequences, 1, info.state_rows, manifest.model.hidden_size};
   std::vector<std::int64_t> const exits = {kSequences, 1, info.state_rows, info.exit_size};
   bool const last = k == manifest.checkpoints.size();
@@ -60,6 +63,26 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
   }
   inputs.insert(inputs.end(), outputs.begin(), outputs.end());
   return {names::segment(k), std::move(inputs)};
+}
+
+NetworkSpec drafter_spec(Manifest const& manifest) {
+  DrafterInfo const& drafter = *manifest.drafter;
+  std::string const& state = kStateTypes.at(manifest.networks->weights);
+  std::int64_t const width = drafter.state_size;
+  std::int64_t tokens = 0;
+  for (auto const& [first, last] : ranges_of(drafter.tokens)) tokens += last - first + 1;
+  NetworkSpec spec{names::kDrafter,
+                   {{names::kInputIds, true, "int64", {kSequences, kTokens}},
+                    {names::kHiddenStates, true, state, {kSequences, kTokens, width}},
+                    {names::kTokenIndices, true, "int64", {kTokens}},
+                    {names::kPastLengths, true, "int64", {kSequences}},
+                    {names::kLastTokens, true, "int64", {kSequences}}}};
+  std::vector<std::int64_t> const kv = {kSequences, drafter.kv_shape.heads, drafter.max_tokens, drafter.kv_shape.head_dim};
+  for (char const* kind : names::kKinds) spec.tensors.push_back({names::past(0, kind), true, state, kv});
+  spec.tensors.push_back({names::kLogits, false, "float32", {kSequences, 1, tokens}});
+  spec.tensors.push_back({names::kNewHiddenStates, false, state, {kSequences, 1, width}});
+  for (char const* kind : names::kKinds) spec.tensors.push_back({names::present(0, kind), false, state, kv});
+  return spec;
 }
 
 }  // namespace
@@ -146,8 +169,19 @@ std::vector<NetworkSpec> network_specs(Manifest const& manifest) {
   return specs;
 }
 
+std::vector<NetworkSpec> network_specs(Manifest const& manifest, bool drafter) {
+  std::vector<NetworkSpec> specs = network_specs(manifest);
+  if (drafter && manifest.has_drafter_network()) specs.push_back(drafter_spec(manifest));
+  return specs;
+}
+
+bool is_of(NetworkSpec const& spec, NetworksOf part) {
+  return (spec.name == names::kDrafter) == (part == NetworksOf::drafter);
+}
+
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info) {
-  if (spec.index(names::kLogits) == spec.tensors.size()) return engines.profiles;
+  bool const after = spec.name == names::kHead || spec.name == names::kBest || spec.name == names::kCandidates;
+  if (!after) return engines.profiles;
   std::vector<Profile> fitting;
   for (Profile const& profile : engines.profiles) {
     if (profile.batch_size > 1 || profile.max_tokens > info.max_logits) continue;

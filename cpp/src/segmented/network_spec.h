@@ -46,9 +46,16 @@ struct NetworkSpec {
 // The specifications of a bundle's networks: the segments, shallowest first, then kHead, kBest, kCandidates.
 std::vector<NetworkSpec> network_specs(Manifest const& manifest);
 
+// The same with kDrafter's at the end, if it is asked for and the bundle has one.
+std::vector<NetworkSpec> network_specs(Manifest const& manifest, bool drafter);
+
 // The profiles of one network: the head, and what reads its logits, take fewer tokens than the segments, and as rows of
 // any number of sequences.
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info);
+
+// The networks that are opened together: those of sequences, or the drafter's.
+enum class NetworksOf { sequences, drafter };
+bool is_of(NetworkSpec const& spec, NetworksOf part);
 
 // The index of the first profile, which is the narrowest, that takes so many tokens of so many sequences. Throws
 // GenerationError: none does.

@@ -19,6 +19,7 @@ class SegmentedSequence final : public Sequence {
     request_.logits_to_keep = logits_to_keep;
     request_.full = full;
     slots_[0].sequence->candidates = candidates;
+    slots_[0].sequence->states = states;
     return steps_.step(slots_, {{0, request_, true}}, 1.0, true)[0];
   }
 

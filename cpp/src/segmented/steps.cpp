@@ -29,6 +29,7 @@ SegmentedSteps::SegmentedSteps(std::unique_ptr<SegmentBuffers> buffers, Manifest
       max_pending_(tide::max_pending(buffers_->info(), depths_.size())),
       lengths_(depths_.size(), std::vector<std::int64_t>(buffers_->slots())),
       results_(buffers_->slots()),
+      states_(buffers_->slots()),
       scores_(depths_.size() - 1) {}
 
 std::vector<StepResult> SegmentedSteps::step(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests,
@@ -61,6 +62,7 @@ std::vector<SegmentedSteps::SlotStep> SegmentedSteps::begin(std::vector<Slot>& s
                    total - kept, 0, ids.data()});
     results_[request.slot].logits.clear();
     results_[request.slot].candidates.clear();
+    states_[request.slot].clear();
   }
   for (std::size_t k = 0; k < lengths_.size(); ++k) {
     for (std::size_t slot = 0; slot < lengths_[k].size(); ++slot) {
@@ -80,7 +82,9 @@ void SegmentedSteps::run_first_parts(SlotStep& one) {
     one.total = one.start + max_tokens;
     one.ids = one.request->request.ids.data() + (lengths_[0][one.slot] - one.before[0]);
     for (std::size_t k = 0; k < lengths_.size(); ++k) run(k, {&one}, {kNever});
+    if (one.sequence->states) buffers_->queue_states({final_states(one)});
     buffers_->wait();
+    buffers_->take_states();
     // The next part's states take the place of those that were pending, which are not any more if it fails.
     std::fill(one.sequence->lengths.begin(), one.sequence->lengths.end(), one.before[0]);
     std::int64_t const kept = std::max(one.first, one.start);
@@ -158,7 +162,18 @@ void SegmentedSteps::run_head(std::vector<SlotStep>& all, bool alone) {
     std::int64_t const kept = std::max(one.first, one.start);
     add_rows(one, names::kFinalRow + kept - one.start, one.total - kept);
   }
+  std::vector<StateRows> states;
+  for (SlotStep const& one : all) {
+    if (one.sequence->states && one.segments_run == depths_.size()) states.push_back(final_states(one));
+  }
+  buffers_->queue_states(std::move(states));
   buffers_->logits(rows_);
+  buffers_->take_states();
+}
+
+// The states of the tokens that the last segment ran over.
+StateRows SegmentedSteps::final_states(SlotStep const& one) {
+  return {one.slot, names::kFinalRow, one.total - one.start, &states_[one.slot]};
 }
 
 // Adds rows of a sequence's exit states to those that the head is to run over.
@@ -176,6 +191,11 @@ StepResult SegmentedSteps::result(SlotStep const& one) {
   result.logits = found.logits.data();
   result.rows = found.logits.size() / result.vocabulary + found.candidates.size();  // one of them is empty
   if (!found.candidates.empty()) result.candidates = found.candidates.data();
+  if (!states_[one.slot].empty()) {
+    result.states = states_[one.slot].data();
+    result.state_width = static_cast<std::size_t>(buffers_->info().exit_size);
+    result.state_rows = states_[one.slot].size() / result.state_width;
+  }
   result.exit_layer = depths_[*one.exit];
   result.segments_run = static_cast<std::int64_t>(one.segments_run);
   return result;

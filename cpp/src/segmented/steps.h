@@ -58,6 +58,7 @@ class SegmentedSteps {
   void run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds);
   void add_rows(SlotStep const& one, std::int64_t first_row, std::int64_t count);
   void run_head(std::vector<SlotStep>& all, bool alone);
+  StateRows final_states(SlotStep const& one);
   StepResult result(SlotStep const& one);
 
   std::unique_ptr<SegmentBuffers> buffers_;
@@ -67,6 +68,7 @@ class SegmentedSteps {
   std::vector<std::vector<std::int64_t>> lengths_;  // by segment, of every slot
   std::vector<HeadRow> rows_;                       // that the head is to run over
   std::vector<PositionLogits> results_;             // by slot
+  std::vector<std::vector<float>> states_;          // by slot, final states of the step so far, where they are asked for
   std::vector<float> scores_;
 };
 

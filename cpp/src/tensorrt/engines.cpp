@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "formatting.h"
+#include "names.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -19,6 +20,10 @@ bool contains(std::vector<std::string> const& list, std::string const& value) {
 }  // namespace
 
 bool is_flavour(std::string const& name) { return name == "tensorrt" || name == "tensorrt-rtx"; }
+
+bool has_drafter_engine(Manifest const& manifest) {
+  return manifest.has_drafter_network() && manifest.files.count(engine_file(names::kDrafter)) == 1;
+}
 
 std::string title_of(std::string const& flavour) { return flavour == "tensorrt" ? "TensorRT" : "TensorRT for RTX"; }
 

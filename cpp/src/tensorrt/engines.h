@@ -15,6 +15,7 @@ namespace tide {
 constexpr char const* kNoPlugins = "none";  // as the plugin library: none
 
 bool is_flavour(std::string const& name);         // "tensorrt", "tensorrt-rtx"
+bool has_drafter_engine(Manifest const& manifest);  // which `tide-export build` makes, later than the drafter
 std::string title_of(std::string const& flavour);  // the product's name
 
 // Checks that the bundle has engines of this flavour, built from its model's weights. Throws ProviderError: it has

@@ -262,7 +262,6 @@ struct Engines {
   std::unique_ptr<nvinfer1::IRuntime> runtime;
   std::vector<LoadedEngine> engines;  // in the order of `network_specs`
   std::unique_ptr<KernelCache> kernels;
-  std::size_t memory = kAlignment;  // bytes of working memory, the largest engine's
 
   void load(NetworkSpec const& spec, Bundle const& bundle, std::function<void(std::string const&)> const& warn) {
     BundleFile const& file = bundle.file(engine_file(spec.name));
@@ -274,15 +273,20 @@ struct Engines {
     if (loaded.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.last());
     file.check_unchanged();
     check_engine(loaded, path.string());
-    memory = std::max(memory, static_cast<std::size_t>(loaded.engine->getDeviceMemorySizeV2()));
     engines.push_back(std::move(loaded));
   }
 
-  DeviceNetworks open_device() const {
+  DeviceNetworks open_device(NetworksOf part) const {
     auto device = std::make_unique<CudaDevice>(gpu);
+    std::size_t memory = kAlignment;  // bytes of working memory, the largest engine's
+    for (LoadedEngine const& engine : engines) {
+      auto const needed = static_cast<std::size_t>(engine.engine->getDeviceMemorySizeV2());
+      if (is_of(engine.spec, part)) memory = std::max(memory, needed);
+    }
     Buffer const working = device->allocate(memory);
     DeviceNetworks opened;
     for (LoadedEngine const& engine : engines) {
+      if (!is_of(engine.spec, part)) continue;
       opened.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working, *kernels));
     }
     opened.device = std::move(device);
@@ -312,11 +316,11 @@ std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
   loaded->gpu = gpu;
   loaded->runtime.reset(library.runtime(loaded->log));
   if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.last());
-  std::vector<NetworkSpec> specs = network_specs(bundle.manifest);
+  std::vector<NetworkSpec> specs = network_specs(bundle.manifest, has_drafter_engine(bundle.manifest));
   for (NetworkSpec const& spec : specs) loaded->load(spec, bundle, log);
   loaded->kernels = std::make_unique<KernelCache>(*loaded->engines.front().engine, version, gpu, log);
   return std::make_shared<SegmentBackend>(std::move(bundle), flavour, std::move(specs),
-                                          [loaded] { return loaded->open_device(); });
+                                          [loaded](NetworksOf part) { return loaded->open_device(part); });
 }
 
 }  // namespace tide

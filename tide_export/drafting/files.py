@@ -1,0 +1,118 @@
+"""Writes the networks of a drafter, which find their embedding in the weights of the bundle's own graphs.
+
+The nodes that look up the embedding are those of the graph itself.
+"""
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from tide_export import names
+from tide_export.bundle.drafter_field import DrafterInfo, token_ranges
+from tide_export.bundle.manifest import Manifest, Quantization
+from tide_export.compose.drafter import EMBEDDINGS, DrafterPieces, compose_drafter
+from tide_export.errors import DraftError
+from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.lower.tensorrt.drafter import drafter_for_tensorrt
+from tide_export.model.quantized_weights import QuantizedWeights
+from tide_export.quantize.rounding import round_to_nearest
+from tide_export.quantize.settings import INT8_MATMULS
+from tide_export.trace.rewriting import FLOAT, HALF, present, replace_value
+
+MAX_TOKENS = 2048  # rows of a sequence, at most: a drafter begins anew after these
+ROW_MULTIPLE = 16  # so that the K/V of a slot begin at an aligned address
+QUANTIZATION = Quantization("rtn", bits=4, block_size=16, symmetric=True, accuracy_level=INT8_MATMULS)
+
+
+def rows_for(context: int | None) -> int:
+    """Returns the rows that a drafter has at most, for a model with sequences of `context` tokens."""
+    rows = min(context or MAX_TOKENS, MAX_TOKENS)
+    return rows // ROW_MULTIPLE * ROW_MULTIPLE or rows
+
+
+def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None) -> DrafterInfo:
+    """Returns the manifest's entry for a drafter; `record`: how it was made."""
+    return DrafterInfo(
+        weights_sha256,
+        token_ranges(pieces.tokens.tolist()),
+        pieces.acceptance,
+        pieces.max_tokens,
+        pieces.kv_shape,
+        pieces.state_size,
+        pieces.layers,
+        record,
+    )
+
+
+def save_drafter(folder: Path, pieces: DrafterPieces, file: Path) -> None:
+    """Writes the network for ONNX Runtime to `file`, which is for the bundle in `folder`."""
+    model = compose_drafter(pieces)
+    lower_for_onnxruntime(model, quantized(pieces))
+    put_before(model, embedding_of(folder / names.GRAPH_FILE, FLOAT))
+    ir.save(model, file)
+
+
+def save_drafter_segment(folder: Path, pieces: DrafterPieces, manifest: Manifest, file: Path) -> None:
+    """Writes the network beside the segment networks to `file`, which is for the bundle in `folder`."""
+    weights = present(manifest.networks).weights
+    model = drafter_for_tensorrt(pieces, weights)
+    put_before(model, embedding_of(folder / names.network_file(names.segment(0)), HALF.get(weights, FLOAT)))
+    ir.save(model, file)
+
+
+def quantized(pieces: DrafterPieces, settings: Quantization = QUANTIZATION) -> QuantizedWeights:
+    """Rounds the matrices of a drafter to integers."""
+    matrices = pieces.matrices.items()
+    return QuantizedWeights(settings, {name: round_to_nearest(matrix, settings) for name, matrix in matrices})
+
+
+def embedding_of(graph: Path, dtype: ir.DataType) -> ir.Model:
+    """The first nodes of a graph, which make embeddings of type `dtype` of token ids.
+
+    Raises:
+        DraftError: they look up more than the ids.
+    """
+    model = ir.load(graph)
+    (ids,) = (value for value in model.graph.inputs if value.name == names.INPUT_IDS)
+    values, nodes = {ids}, list[ir.Node]()
+    for node in model.graph:
+        read = [value for value in node.inputs if value is not None and value.const_value is None]
+        if not read or not set(read) <= values:
+            continue
+        nodes.append(node)
+        values |= set(node.outputs)
+        if node.outputs[0].dtype == dtype:
+            break
+    if not nodes or nodes[-1].outputs[0].dtype != dtype:
+        raise DraftError(f"bundle {graph.parent} has no single lookup of its embedding: a drafter cannot read it")
+    for node in list(model.graph):
+        if node not in nodes:
+            for index in range(len(node.inputs)):
+                node.replace_input_with(index, None)
+    output = nodes[-1].outputs[0]
+    model.graph.outputs.clear()
+    model.graph.outputs.append(output)
+    model.graph.remove([node for node in model.graph if node not in nodes])
+    return model
+
+
+def put_before(model: ir.Model, embedding: ir.Model) -> None:
+    """Makes `model` read token ids in place of the embeddings that `embedding` makes of them."""
+    output = embedding.graph.outputs[0]
+    graph = model.graph
+    (placeholder,) = (value for value in graph.inputs if value.name == EMBEDDINGS)
+    (ids,) = (value for value in embedding.graph.inputs if value.name == names.INPUT_IDS)
+    nodes = list(embedding.graph)
+    weights = [
+        value for value in embedding.graph.initializers.values() if any(node in nodes for node, _ in value.uses())
+    ]
+    embedding.graph.outputs.clear()
+    embedding.graph.remove(nodes)
+    for weight in weights:
+        embedding.graph.initializers.pop(str(weight.name))
+        graph.initializers.add(weight)
+    replace_value(placeholder, output)
+    graph.insert_before(present(next(iter(graph))), nodes)
+    embedding.graph.inputs.remove(ids)
+    ids.shape = ir.Shape(present(placeholder.shape)[:2])
+    graph.inputs[list(graph.inputs).index(placeholder)] = ids

@@ -1,0 +1,47 @@
+"""Lowers the network of a drafter for TensorRT, beside the segment networks and in their precision."""
+
+import numpy as np
+import onnx_ir as ir
+
+from tide_export.compose.drafter import DrafterPieces, compose_drafter_segment
+from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
+from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
+from tide_export.names import DOMAIN, OP_QUANTIZED_MATMUL
+from tide_export.trace.rewriting import (
+    FLOAT,
+    derived_weight,
+    nodes_of,
+    op_before,
+    present,
+    remove_unused,
+    replace_value,
+    run_passes,
+)
+
+
+def drafter_for_tensorrt(pieces: DrafterPieces, weights: str) -> ir.Model:
+    """Returns the network of a drafter, whose first input is EMBEDDINGS.
+
+    Args:
+        weights: fp32, fp16 or bf16, of weights, embeddings, states and K/V; logits are always float32.
+    """
+    model = compose_drafter_segment(pieces)
+    for node in nodes_of(model.graph, OP_QUANTIZED_MATMUL, DOMAIN):
+        _unpack(model.graph, node, pieces)
+    precision = [HalfPrecisionPass(weights)] if weights != "fp32" else []
+    run_passes(model, *precision, ScatterAttentionPass())
+    remove_unused(model)
+    return model
+
+
+def _unpack(graph: ir.Graph, node: ir.Node, pieces: DrafterPieces) -> None:
+    """Replaces a TideQuantizedMatMul by a MatMul of the matrix itself."""
+    (name,) = node.attributes["weights"].as_strings()
+    matrix, output = pieces.matrices[name], node.outputs[0]
+    rows, columns = matrix.shape
+    weight = derived_weight(graph, name, [columns, rows], FLOAT, lambda: np.ascontiguousarray(matrix.T))
+    x, *bias = map(present, node.inputs)
+    product = op_before(node, "MatMul", [x, weight], dtype=FLOAT, shape=output.shape)
+    if bias:
+        product = op_before(node, "Add", [product, *bias], dtype=FLOAT, shape=output.shape)
+    replace_value(output, product)
