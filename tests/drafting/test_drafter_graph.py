@@ -17,6 +17,7 @@ from tide_export.drafting.files import QUANTIZATION, quantized
 from tide_export.drafting.network import Cache, DrafterNetwork
 from tide_export.drafting.pieces import pieces_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.lower.tensorrt.drafter import drafter_for_tensorrt
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.routers.drafter import HEAD_DIM, Drafter
 
@@ -85,3 +86,42 @@ def test_rows_of_several_sequences_equal_the_reference(bits: int, bias: bool, tm
             np.testing.assert_allclose(logits[number], rows.logits[-1].numpy(), atol=3e-4)
             np.testing.assert_allclose(new_states[number], rows.states[-1].numpy(), atol=3e-4)
             assert isinstance(one.cache, Cache)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+def test_the_network_beside_the_segments_equals_the_reference(weights: str, tmp_path: Path) -> None:
+    """With K/V in buffers of three slots, of which a run takes some, padded on the right."""
+    drafter, dtype = (
+        random_drafter(STATE, EMBEDDING, TOKENS, bias=True),
+        np.float16 if weights == "fp16" else np.float32,
+    )
+    file, capacity, rtol = tmp_path / "drafter.onnx", 48, 0.02 if weights == "fp16" else 1e-5
+    ir.save(drafter_for_tensorrt(pieces_of(drafter, capacity), weights), file)
+    session = onnxruntime.InferenceSession(str(file), session_options(), providers=["CPUExecutionProvider"])
+    reference, generator = DrafterNetwork.from_drafter(drafter), np.random.default_rng(5)
+    buffers = {kind: np.zeros((3, drafter.shape.kv_heads, capacity, HEAD_DIM), dtype) for kind in ("key", "value")}
+    caches: list[Cache | None] = [None] * 3
+    for first, counts in [(0, (7, 20, 1)), (1, (2, 1)), (0, (1,)), (0, (5, 0, 3)), (2, (1,))]:
+        tokens, slots = max(counts) + 1, slice(first, first + len(counts))
+        embeddings = generator.standard_normal((len(counts), tokens, EMBEDDING)).astype(np.float32)
+        states = 3 * generator.standard_normal((len(counts), tokens, STATE)).astype(np.float32)
+        feeds = {
+            EMBEDDINGS: embeddings.astype(dtype),
+            names.HIDDEN_STATES: states.astype(dtype),
+            names.TOKEN_INDICES: np.arange(tokens),
+            names.PAST_LENGTHS: np.array([0 if cache is None else cache.rows for cache in caches[slots]]),
+            names.LAST_TOKENS: np.array([max(count - 1, 0) for count in counts]),
+            **{names.past(0, kind): value[slots] for kind, value in buffers.items()},
+        }
+        outputs = [names.LOGITS, names.NEW_HIDDEN_STATES, names.present(0, "key"), names.present(0, "value")]
+        logits, new_states, buffers["key"][slots], buffers["value"][slots] = session.run(outputs, feeds)
+        assert logits.dtype == np.float32
+        for number, count in enumerate(counts):
+            if not count:
+                continue
+            given = (torch.from_numpy(values[number, :count]) for values in (embeddings, states))
+            rows = reference.rows(*given, caches[first + number])
+            caches[first + number] = rows.cache
+            for made, expected in ((logits, rows.logits), (new_states, rows.states)):
+                scale = float(expected[-1].abs().max())
+                np.testing.assert_allclose(made[number, 0], expected[-1].numpy(), atol=rtol * scale)

@@ -19,6 +19,7 @@ from tide_export.runtime.scheduler import SchedulerLimits
 SMALL = TinyModel(vocabulary=7, seed=3)
 TOKENS = np.array([0, 1, 3, 4, 5, 6])  # not 2
 NEVER = 1.0
+PROVIDERS = ["cpu", "cpu-networks"]  # the second: the segment networks on ONNX Runtime
 
 
 @pytest.fixture(scope="module")
@@ -249,24 +250,28 @@ def demo(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_lists_and_schedulers_give_the_tokens_of_full(demo: Path, demo_text_ids: list[int], temperature: float) -> None:
-    engine = load(demo, threads=1)
+def test_lists_and_schedulers_give_the_tokens_of_full(
+    demo: Path, demo_text_ids: list[int], temperature: float, provider: str
+) -> None:
+    engine = load(demo, provider=provider, threads=1)
     prompts = [demo_text_ids[150 * n : 150 * n + length] for n, length in enumerate((1, 37, 90, 2))]
     options: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_new_tokens": 20, "stop_token_ids": []}
     full = [made.tokens for made in engine.generate(prompts, mode="full", **options)]
     made = engine.generate(prompts, mode="lossless", **options)
     assert [one.tokens for one in made] == full
     assert all(one.stats.learned_drafted for one in made)
-    # From a prefix cache, whose tokens have no states: the drafter begins after them.
-    scheduler = engine.scheduler(SchedulerLimits(slots=2, prompt_tokens=32, prefix_cache_bytes=1 << 24))
+    # From a prefix cache, whose tokens have no states: the drafter begins after them. Segment networks have none.
+    prefixes = 1 << 24 if provider == "cpu" else 0
+    scheduler = engine.scheduler(SchedulerLimits(slots=2, prompt_tokens=32, prefix_cache_bytes=prefixes))
     text = demo_text_ids[300:390]
     expected = engine.generate(text, mode="full", **options).tokens
     for cached in (False, True):
         request = scheduler.submit(text, mode="lossless", **options)
         result = request.result()
         assert result.tokens == expected
-        assert (request.cached_tokens > 0) == cached
+        assert (request.cached_tokens > 0) == (cached and prefixes > 0)
         assert result.stats.learned_drafted
 
 
@@ -286,3 +291,37 @@ def test_what_a_step_costs_with_others_in_it_decides(demo: Path, demo_text_ids: 
     assert drafted[2] > 20
     # All but those that go on after the others have ended.
     assert drafted[8] <= 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_segment_networks_give_final_states_and_draft_as_the_graph(
+    demo: Path, demo_text_ids: list[int], temperature: float
+) -> None:
+    """Both have one drafter, up to the rounding of its matrices, so that most drafts are the same."""
+    free = Drafting((NEVER,) * 3, 0, 0, (1.0,) * 3, (0.0,) * 5, {}, 4, 0.0)
+    engines = [load(demo, provider=provider, threads=1).drafting_as(free) for provider in PROVIDERS]
+    options: dict[str, Any] = {"temperature": temperature, "seed": 5, "max_new_tokens": 40, "stop_token_ids": []}
+    for prompt in (demo_text_ids[:3], demo_text_ids[40:340]):
+        graph, networks = (engine.generate(prompt, mode="full", states=True, **options) for engine in engines)
+        assert graph.tokens == networks.tokens
+        assert graph.states is not None
+        assert networks.states is not None
+        np.testing.assert_allclose(networks.states, graph.states, atol=1e-3)
+        graph, networks = (engine.generate(prompt, mode="lossless", **options) for engine in engines)
+        assert graph.tokens == networks.tokens
+        drafted = [made.stats.learned_drafted for made in (graph, networks)]
+        assert min(drafted) > 20
+        assert abs(drafted[0] - drafted[1]) <= 0.3 * max(drafted)
+
+
+def test_exits_draft_beside_the_drafter_on_segment_networks(demo: Path, demo_text_ids: list[int]) -> None:
+    engine = load(demo, provider="cpu-networks", threads=1)
+    low = Drafting((0.05,) * 3, 4, 6, (0.2,) * 3, (0.0,) * 5, {}, 3, 0.3)
+    tuned, counts = engine.drafting_as(low), np.zeros(2, int)
+    for seed in range(4):
+        options: dict[str, Any] = {"temperature": 0.7, "seed": seed, "max_new_tokens": 50, "stop_token_ids": []}
+        full = engine.generate(demo_text_ids[:9], mode="full", **options)
+        made = tuned.generate(demo_text_ids[:9], mode="lossless", **options)
+        assert made.tokens == full.tokens
+        counts += made.stats.learned_drafted, made.stats.drafted - made.stats.learned_drafted
+    assert counts.min() > 0

@@ -75,8 +75,9 @@ class Run:
         if self._finished is not None and self._config.minutes <= self._finished:
             return
         self._finished = None
-        with self._processes.stage("training a drafter", total) as advance:
-            progress = _Progress(advance, self._seconds())
+        spent = self._seconds()
+        with self._processes.stage("training a drafter", max(total - spent, 1.0)) as advance:
+            progress = _Progress(advance, spent)
             while self._finished is None:
                 self._do_round(total, progress)
 
@@ -304,11 +305,10 @@ class Run:
 
 
 class _Progress:
-    """Tells a stage how many seconds of the budget are over."""
+    """Tells a stage how many seconds of the budget are over, after the `seconds` of earlier runs."""
 
     def __init__(self, advance: Callable[[float], Any], seconds: float) -> None:
-        self._advance, self._seconds = advance, 0.0
-        self.reached(seconds)
+        self._advance, self._seconds = advance, seconds
 
     def reached(self, seconds: float) -> None:
         self._advance(seconds - self._seconds)
