@@ -6,13 +6,22 @@ from typing import Any
 
 from bundles import make_manifest
 
+from tide_export.bundle.drafter_field import DrafterInfo
 from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, NetworksInfo, PluginsInfo, Profile
 from tide_export.bundle.manifest import Drafting, FileInfo, Quantization
-from tide_export.names import AFTER_SEGMENTS, GRAPH_FILE, engine_file, network_file, segment
+from tide_export.names import (
+    AFTER_SEGMENTS,
+    DRAFTER,
+    DRAFTER_FILE,
+    GRAPH_FILE,
+    engine_file,
+    network_file,
+    segment,
+)
 
 
 def manifests() -> list[dict[str, Any]]:
-    """One of each kind: plain, quantized, with networks and engines."""
+    """One of each kind: plain, quantized, with networks and engines, with a drafter."""
     plain = make_manifest()
     parts = [*(segment(k) for k in range(len(plain.segment_sizes))), *AFTER_SEGMENTS]
     networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8, "int4")
@@ -35,9 +44,21 @@ def manifests() -> list[dict[str, Any]]:
             engines=engines,
             drafting=Drafting((0.5, 1.0), 4, 3, (0.4, 0.8), (0.1, 0.2, 0.3, 0.5, 1), {"risk": 0.5}),
         ),
+        replace(
+            plain,
+            networks=networks,
+            engines=replace(engines, built={**built, DRAFTER: BuiltEngine(9, 8, 7, 1, 1)}),
+            drafter=DrafterInfo(plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, (2, 8), 32, (), {"minutes": 3}),
+        ),
     ]
+    drafts = [DRAFTER_FILE, network_file(DRAFTER), engine_file(DRAFTER)]
     return [
-        json.loads(replace(kind, files={name: FileInfo(5, "0" * 64) for name in files}).to_json()) for kind in kinds
+        json.loads(
+            replace(
+                kind, files={name: FileInfo(5, "0" * 64) for name in [*files, *(drafts if kind.drafter else ())]}
+            ).to_json()
+        )
+        for kind in kinds
     ]
 
 

@@ -59,6 +59,8 @@ def open_engines(
     if engines.plugins is not None:
         register(library, plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins).path)
     expected = specs(manifest, info)
+    if names.engine_file(names.DRAFTER) not in manifest.files:  # `tide-export build` makes it, later than the drafter
+        expected.pop(names.DRAFTER, None)
     runtime = _Runtime(flavour, library)
     loaded = {}
     for name, spec in expected.items():
