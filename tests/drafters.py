@@ -1,5 +1,6 @@
 """Drafters with random weights, and bundles with one."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.compose.builder import Block, Weights
 from tide_export.compose.drafter import compose_drafter
+from tide_export.drafting.bundle import write_drafter
 from tide_export.drafting.files import drafter_info, put_before, quantized
 from tide_export.drafting.pieces import pieces_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
@@ -58,3 +60,14 @@ def with_drafter(bundle: Path, drafter: Drafter, rows: int = ROWS, **changes: An
     info = replace(drafter_info(pieces, manifest.model.weights_sha256, None), **changes)
     write_manifest(bundle, replace(manifest, drafter=info))
     return bundle
+
+
+def drafting_copy(bundle: Path, folder: Path) -> Path:
+    """A copy of a bundle, in `folder`, with a random drafter of the right widths, as `write_drafter` puts it there."""
+    copy = folder / "drafting"
+    shutil.copytree(bundle, copy)
+    model = open_bundle(copy, verify=False).manifest.model
+    tokens = np.arange(0, model.vocab_size, 3)
+    width = model.hidden_size
+    write_drafter(copy, random_drafter(width, width, tokens, weights_sha256=model.weights_sha256))
+    return copy

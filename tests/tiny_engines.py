@@ -82,14 +82,14 @@ MAX_TOKENS, MAX_LOGITS = 33, 8  # of a run of a segment network: longer prompts 
 MAX_BATCH_SIZE, SLOT_TOKENS = 3, 4  # of a run over several sequences
 
 
-def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces) -> Engine:
+def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces, weights: str = "fp32") -> Bundle:
     """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`."""
-    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source))
+    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source), weights)
     networks.save(folder)
     manifest = open_bundle(folder).manifest
     info = replace(networks.info(manifest, MAX_BATCH_SIZE), max_tokens=MAX_TOKENS, max_logits=MAX_LOGITS)
     write_manifest(folder, replace(manifest, networks=replace(info, max_slot_tokens=SLOT_TOKENS)))
-    return open_engine(open_bundle(folder), "cpu-networks", threads=1)
+    return open_bundle(folder)
 
 
 @dataclass(frozen=True)

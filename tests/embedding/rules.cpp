@@ -1,5 +1,6 @@
 // Prints what rules of the runtime give that no other interface shows: `philox C0 C1 C2 C3 K0 K1` four random words, in
 // hexadecimal as the arguments; `bounds DELTA` the lower and the upper bound after each loss from the standard input;
+// `numbers TYPE` each number of the standard input, as bits in hexadecimal, rounded to that type, and that as a float;
 // `pages BUNDLE` runs two sequences that would write the same page, as a damaged page table would let them.
 #include <cstdio>
 #include <cstdlib>
@@ -9,6 +10,7 @@
 #include "decoding/random.h"
 #include "paged/run.h"
 #include "scheduling/confidence.h"
+#include "segmented/numbers.h"
 
 int main(int count, char** arguments) {
   if (count == 8 && std::strcmp(arguments[1], "philox") == 0) {
@@ -23,6 +25,18 @@ int main(int count, char** arguments) {
     for (double loss = 0; std::scanf("%lf", &loss) == 1;) {
       bounds.add(loss);
       std::printf("%.9g %.9g\n", bounds.lower(), bounds.upper());
+    }
+    return 0;
+  }
+  if (count == 3 && std::strcmp(arguments[1], "numbers") == 0) {
+    for (unsigned bits = 0; std::scanf("%x", &bits) == 1;) {
+      float number, back;
+      std::memcpy(&number, &bits, sizeof number);
+      std::uint16_t half;
+      tide::narrow(arguments[2], &number, 1, reinterpret_cast<std::byte*>(&half));
+      tide::widen(arguments[2], reinterpret_cast<std::byte*>(&half), 1, &back);
+      std::memcpy(&bits, &back, sizeof bits);
+      std::printf("%04x %08x\n", half, bits);
     }
     return 0;
   }

@@ -1,8 +1,9 @@
-"""Rules that only the C++ sources show (rules.cpp): the generator, an audit's bounds, pages of one sequence."""
+"""Rules that only the C++ sources show (rules.cpp): the generator, numbers of 16 bits, an audit's bounds, pages."""
 
 import signal
 import subprocess
 
+import ml_dtypes
 import numpy as np
 import pytest
 from builds import Embedding, environment, run
@@ -23,6 +24,24 @@ from tiny_engines import TinyLlama
 def test_the_generator_is_philox(embedding: Embedding, counter_and_key: str, words: str) -> None:
     """The vectors of Random123, its authors' library, for Philox4x32-10."""
     assert run([str(embedding.rules), "philox", *counter_and_key.split()]).split() == words.split()
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])
+def test_states_are_rounded_as_numpy_rounds_them(embedding: Embedding, dtype: np.dtype) -> None:
+    """Every number of 16 bits, those between two of them, and what is too large."""
+    exact = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
+    finite = exact[np.isfinite(exact)]
+    between = (finite[:-1].astype(np.float64) + finite[1:]) / 2
+    random = np.random.default_rng(3).integers(0, 1 << 32, 20_000, dtype=np.uint32).view(np.float32)
+    numbers = np.concatenate([exact, between.astype(np.float32), random, np.nextafter(between.astype(np.float32), 9)])
+    lines = run([str(embedding.rules), "numbers", dtype.name], "\n".join(f"{n:x}" for n in numbers.view(np.uint32)))
+    halves, back = np.array([[int(word, 16) for word in line.split()] for line in lines.splitlines()], np.uint32).T
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = numbers.astype(dtype)
+    known = ~np.isnan(numbers)
+    np.testing.assert_array_equal(halves[known], expected.view(np.uint16)[known])
+    np.testing.assert_array_equal(np.isnan(back.view(np.float32)), ~known)
+    np.testing.assert_array_equal(back.view(np.float32)[known], expected.astype(np.float32)[known])
 
 
 def bounds(embedding: Embedding, losses: np.ndarray, delta: float) -> tuple[np.ndarray, np.ndarray]:

@@ -5,8 +5,10 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+from drafters import random_drafter
 
 from tide_export import names
 from tide_export.bundle.engine_fields import BuiltEngine
@@ -16,6 +18,8 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import with_batch_size
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
+from tide_export.drafting.files import drafter_info, save_drafter_segment
+from tide_export.drafting.pieces import pieces_of
 from tide_export.engines import build
 from tide_export.engines.build import _check_built, _timing_cache, _warn, build_engines, require_builder, run_worker
 from tide_export.engines.rebuild import rebuild
@@ -121,13 +125,19 @@ def test_half_precision_networks_become_engines(weights: str, half_precision, tm
     networks, manifest = half_precision(weights)
     networks.save(tmp_path)
     manifest = replace(manifest, networks=networks.info(manifest))
+    width = manifest.model.hidden_size
+    drafter = pieces_of(random_drafter(width, width, np.arange(0, manifest.model.vocab_size, 2)), 64)
+    save_drafter_segment(tmp_path, drafter, manifest, tmp_path / names.network_file(names.DRAFTER))
+    manifest = replace(manifest, drafter=drafter_info(drafter, manifest.model.weights_sha256, None))
     info = build_engines(tmp_path, manifest, TENSORRT_RTX)  # refuses other types, shapes, or K/V that is not in place
     assert info.compute_capabilities == flavours.RTX_CAPABILITIES
-    parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), *names.AFTER_SEGMENTS]
+    parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), *names.AFTER_SEGMENTS, names.DRAFTER]
     assert all((tmp_path / names.engine_file(part)).stat().st_size > 10_000 for part in parts)
     assert info.built is not None
     attention = {part: (one.fused_attention_layers, one.attention_layers) for part, one in info.built.items()}
-    assert attention == {"segment_00": (2, 2), "segment_01": (1, 1), **dict.fromkeys(names.AFTER_SEGMENTS, (0, 0))}
+    after = dict.fromkeys(names.AFTER_SEGMENTS, (0, 0))
+    # A drafter of this width has one K/V head, which is not fused.
+    assert attention == {"segment_00": (2, 2), "segment_01": (1, 1), "drafter": (0, 1), **after}
     assert "has no fused attention" not in caplog.text
 
 

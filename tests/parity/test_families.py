@@ -15,6 +15,7 @@ from tiny_engines import engine_of, lens_at_first, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.routers.random_routers import random_routers
+from tide_export.runtime.engine import open_engine
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -137,7 +138,7 @@ def check_drafts(engine, source, rejecting: bool) -> None:
 
 def check_segments(family: str, source, routers, folder: Path, pieces, thresholds: list[float]) -> None:
     """The networks of one segment each, as ONNX Runtime runs them, against the same references."""
-    engine = segments_of(source, routers, folder, pieces)
+    engine = open_engine(segments_of(source, routers, folder, pieces), "cpu-networks", threads=1)
     assert (family in COUNTING) == (engine.manifest.networks.max_batch_size == 1)
     if family not in COUNTING:
         check_batch(family, engine, thresholds, modes=1)

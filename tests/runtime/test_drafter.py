@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafters import ROWS, random_drafter, with_drafter
+from drafters import ROWS, drafting_copy, random_drafter, with_drafter
 from tiny_model import WIDTH, TinyModel
 
 from tide_export.bundle.manifest import Drafting
@@ -237,17 +237,7 @@ def test_it_says_how_long_a_draft_takes(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def demo(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo bundle with a random drafter of the right widths, as `write_drafter` puts it there."""
-    from tide_export.bundle.opened import open_bundle
-    from tide_export.drafting.bundle import write_drafter
-
-    copy = tmp_path_factory.mktemp("demo") / "b"
-    shutil.copytree(demo_bundle, copy)
-    manifest = open_bundle(copy, verify=False).manifest
-    width = manifest.model.hidden_size
-    tokens = np.arange(0, manifest.model.vocab_size, 3)
-    write_drafter(copy, random_drafter(width, width, tokens, weights_sha256=manifest.model.weights_sha256))
-    return copy
+    return drafting_copy(demo_bundle, tmp_path_factory.mktemp("demo"))
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)

@@ -3,6 +3,7 @@
 The nodes that look up the embedding are those of the graph itself.
 """
 
+import math
 from pathlib import Path
 
 import onnx_ir as ir
@@ -20,14 +21,13 @@ from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.trace.rewriting import FLOAT, HALF, present, replace_value
 
 MAX_TOKENS = 2048  # rows of a sequence, at most: a drafter begins anew after these
-ROW_MULTIPLE = 16  # so that the K/V of a slot begin at an aligned address
+ROW_MULTIPLE = 16  # of rows, so that the K/V of each slot begin at an aligned address
 QUANTIZATION = Quantization("rtn", bits=4, block_size=16, symmetric=True, accuracy_level=INT8_MATMULS)
 
 
 def rows_for(context: int | None) -> int:
     """Returns the rows that a drafter has at most, for a model with sequences of `context` tokens."""
-    rows = min(context or MAX_TOKENS, MAX_TOKENS)
-    return rows // ROW_MULTIPLE * ROW_MULTIPLE or rows
+    return math.ceil(min(context or MAX_TOKENS, MAX_TOKENS) / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None) -> DrafterInfo:

@@ -1,14 +1,12 @@
 """A drafter among segment networks, on the host and on the stand-in GPU, where its runs are recorded and replayed: the
 full model's tokens; one launch and one wait a draft; and what becomes of a run that fails."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from caller_networks import CallersNetworks, callers_engine
-from drafters import random_drafter
+from drafters import drafting_copy
 from fake_cudart import FakeCudart
 from generations import NEW_TOKENS, PROMPTS, alone, together, tokens_of
 from tiny_configs import CONTEXT
@@ -17,7 +15,6 @@ from tiny_engines import TinyLlama
 from tide_export import names
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
-from tide_export.drafting.bundle import write_drafter
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine
 
@@ -27,15 +24,7 @@ LOSSLESS: dict[str, Any] = {"mode": "lossless", "max_new_tokens": NEW_TOKENS, "s
 
 @pytest.fixture(scope="module")
 def drafting(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle with a drafter whose sequences are shorter than the context."""
-    bundle = tmp_path_factory.mktemp("drafting") / "b"
-    shutil.copytree(tiny_llama.exact, bundle)
-    model = open_bundle(bundle).manifest.model
-    tokens = np.arange(0, model.vocab_size, 2)
-    write_drafter(
-        bundle, random_drafter(model.hidden_size, model.hidden_size, tokens, weights_sha256=model.weights_sha256)
-    )
-    return bundle
+    return drafting_copy(tiny_llama.exact, tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
