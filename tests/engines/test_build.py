@@ -125,8 +125,10 @@ def test_half_precision_networks_become_engines(weights: str, half_precision, tm
     networks, manifest = half_precision(weights)
     networks.save(tmp_path)
     manifest = replace(manifest, networks=networks.info(manifest))
-    width = manifest.model.hidden_size
-    drafter = pieces_of(random_drafter(width, width, np.arange(0, manifest.model.vocab_size, 2)), 64)
+    tokens = np.arange(0, manifest.model.vocab_size, 2)
+    drafter = pieces_of(
+        random_drafter(576, manifest.model.hidden_size, tokens), 64
+    )  # with one K/V head it is not fused
     save_drafter_segment(tmp_path, drafter, manifest, tmp_path / names.network_file(names.DRAFTER))
     manifest = replace(manifest, drafter=drafter_info(drafter, manifest.model.weights_sha256, None))
     info = build_engines(tmp_path, manifest, TENSORRT_RTX)  # refuses other types, shapes, or K/V that is not in place
@@ -136,8 +138,7 @@ def test_half_precision_networks_become_engines(weights: str, half_precision, tm
     assert info.built is not None
     attention = {part: (one.fused_attention_layers, one.attention_layers) for part, one in info.built.items()}
     after = dict.fromkeys(names.AFTER_SEGMENTS, (0, 0))
-    # A drafter of this width has one K/V head, which is not fused.
-    assert attention == {"segment_00": (2, 2), "segment_01": (1, 1), "drafter": (0, 1), **after}
+    assert attention == {"segment_00": (2, 2), "segment_01": (1, 1), "drafter": (1, 1), **after}
     assert "has no fused attention" not in caplog.text
 
 
