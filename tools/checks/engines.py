@@ -28,10 +28,10 @@ def feeds(spec: NetworkSpec, profile: Profile, info: NetworksInfo) -> Iterator[d
     """Random inputs for the fewest, usual and most tokens of a profile and as many sequences as it takes, after caches
     of several lengths."""
     random, rows = np.random.default_rng(0), profile.batch_size
+    buffers = [tensor for name, tensor in spec.inputs.items() if name.startswith("past_key_values.")]
+    capacity = int(buffers[0].shape[2]) if buffers else info.capacity
     for tokens in sorted({profile.min_tokens, profile.opt_tokens, profile.max_tokens}):
-        lengths = (
-            {0, (info.capacity - tokens) // 2, info.capacity - tokens} if names.PAST_LENGTHS in spec.inputs else {0}
-        )
+        lengths = {0, (capacity - tokens) // 2, capacity - tokens} if names.PAST_LENGTHS in spec.inputs else {0}
         for length in sorted(lengths):
             inputs = {}
             for name, tensor in spec.inputs.items():

@@ -24,18 +24,27 @@ def with_engines(
     info = manifest.networks
     assert info is not None
     (folder / names.ENGINES_FOLDER).mkdir()
-    for name, spec in specs(manifest, info).items():
-        lines = ["an engine", name, wrong if name == names.segment(1) else ""]
-        takes = of_network(name, profiles or profiles_for(info), info)
-        lines += [f"profile {profile.max_tokens} {profile.batch_size}" for profile in takes]
-        for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
-            for key, tensor in tensors.items():
-                lines.append(f"{kind} {key} {tensor.dtype} {' '.join(str(SIZES.get(d, d)) for d in tensor.shape)}")
-        (folder / names.engine_file(name)).write_text("\n".join(lines) + "\n")
+    for name in specs(manifest, info):
+        write_engine(folder, name, wrong if name == names.segment(1) else "", profiles)
     built_for = ("8.9",) if flavour == "tensorrt" else ()
     engines = EnginesInfo(flavour, version, built_for, manifest.model.weights_sha256, profiles_for(info), 12.5)
     write_manifest(folder, replace(manifest, engines=engines))
     return folder
+
+
+def write_engine(bundle: Path, name: str, wrong: str = "", profiles: tuple[Profile, ...] | None = None) -> None:
+    """Writes the engine of a network into a bundle, whose manifest does not list it yet."""
+    manifest = open_bundle(bundle, verify=False).manifest
+    info = manifest.networks
+    assert info is not None
+    spec = specs(manifest, info)[name]
+    lines = ["an engine", name, wrong]
+    takes = of_network(name, profiles or profiles_for(info), info)
+    lines += [f"profile {profile.max_tokens} {profile.batch_size}" for profile in takes]
+    for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
+        for key, tensor in tensors.items():
+            lines.append(f"{kind} {key} {tensor.dtype} {' '.join(str(SIZES.get(d, d)) for d in tensor.shape)}")
+    (bundle / names.engine_file(name)).write_text("\n".join(lines) + "\n")
 
 
 def change(bundle: Path, **changes: Any) -> None:

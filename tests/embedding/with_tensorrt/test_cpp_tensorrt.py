@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_files import change, with_engines
+from caller_networks import CallersNetworks
+from drafters import drafting_copy
+from engine_files import change, with_engines, write_engine
 from fake_cudart import FakeCudart
 from judge import TEXT
 from tiny_engines import MAX_BATCH_SIZE, TinyLlama
@@ -24,8 +26,10 @@ from trt_build import (
 
 from tide_export import names
 from tide_export.bundle.engine_fields import PluginsInfo
+from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for
+from tide_export.bundle.store import write_manifest
 from tide_export.runtime.engine import Engine
 from tide_export.version import __version__
 
@@ -57,6 +61,28 @@ def test_engines_give_the_graph_s_tokens(
         for name in ("exit_layer", "layers_run", "layer_tokens_run", "drafted", "accepted"):
             assert getattr(found.stats, name) == getattr(expected.stats, name)
     assert cudart.calls("cudaGraphLaunch") - before > 50
+
+
+def test_the_engine_of_a_drafter_drafts(
+    build: Build, opens: Opens, bundle: Path, tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    """Where `tide-export build` has made one; without it nothing is drafted."""
+    drafting = drafting_copy(bundle, tmp_path)
+    build.run_networks(CallersNetworks(open_bundle(drafting)))
+    free = Drafting((1.0, 1.0), 0, 0, (1.0, 1.0), (0.0,) * 5, {}, 4, 0.0)
+    manifest = open_bundle(drafting).manifest
+    for has_engine in (False, True):
+        if has_engine:
+            write_engine(drafting, names.DRAFTER)
+        write_manifest(drafting, replace(manifest, drafting=free))
+        engine = opens(drafting)
+        for prompt in PROMPTS[:3]:
+            options: dict[str, Any] = {"max_new_tokens": 24, "stop_token_ids": [], "temperature": 0.7, "seed": 1}
+            full = engine.generate(prompt, mode="full", **options)
+            found = engine.generate(prompt, mode="lossless", **options)
+            assert found.tokens == full.tokens
+            assert (found.stats.learned_drafted > 0) == has_engine
+    build.run_networks(CallersNetworks(open_bundle(tiny_llama.exact)))  # which the other tests' engines compute
 
 
 @pytest.mark.parametrize("share", [1.0, 0.0])
