@@ -91,7 +91,6 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   }
   auto const request = std::make_shared<Request>(
       backend_->bundle(), resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
-  check_states(*backend_, *request);
   if (prompts.empty()) return {};
   backend_->process().check();
   SchedulerLimits limits;

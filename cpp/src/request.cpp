@@ -266,11 +266,6 @@ void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& pro
   }
 }
 
-void check_states(Backend const& backend, Request const& request) {
-  if (!request.states || backend.gives_states()) return;
-  throw GenerationError("states are given by provider 'cpu', not '" + backend.provider() + "'");
-}
-
 std::int64_t context_of(Manifest const& manifest) {
   return manifest.model.context_length.value_or(std::numeric_limits<std::int32_t>::max());
 }

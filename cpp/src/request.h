@@ -58,9 +58,6 @@ void check_thresholds(Manifest const& manifest, std::vector<double> const& thres
 // Throws unless the prompt has tokens of the vocabulary alone and fits the context; `name` is its name in messages.
 void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::string const& name);
 
-// Throws if a request asks for final states of an engine that does not give them.
-void check_states(Backend const& backend, Request const& request);
-
 // The maximum number of tokens of a sequence on ONNX Runtime, whose graphs count them in 32 bits.
 std::int64_t context_of(Manifest const& manifest);
 

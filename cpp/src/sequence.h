@@ -123,8 +123,6 @@ class Backend {
     return drafts ? start_drafts(slots) : nullptr;
   }
 
-  virtual bool gives_states() const { return false; }  // whether steps can give final states
-
   virtual std::size_t max_batch_size() const = 0;  // sequences that a batch can have; 1: there are no batches
 
   // Starts an empty batch, which must not outlive the backend.

@@ -97,7 +97,6 @@ TokenStream Engine::open_stream(std::vector<std::int64_t> const& prompt, Generat
   check_prompt(manifest(), prompt, "the prompt");
   GenerationConfig const resolved = without_auto(backend_->bundle(), config, auto_mode(), false);
   auto request = std::make_unique<Request>(backend_->bundle(), resolved, std::nullopt);
-  check_states(*backend_, *request);
   State state = start(request->thresholds, request->max_pending);
   return TokenStream(
       std::make_unique<TokenStream::Impl>(backend_, std::move(state), prompt, std::move(request), std::move(on_token)));

@@ -76,7 +76,7 @@ def bundle(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> S
         return SimpleNamespace(path=stub.path, manifest=SimpleNamespace(weights="fp32", drafting=None))
 
     def load(path, provider, threads):
-        assert provider == "cpu"
+        assert provider == ("auto" if threads is None else "cpu")
         stub.loaded += 1
         return stub.engine
 

@@ -201,7 +201,8 @@ class Run:
             if self._processes.count > 1:
                 threads = max(1, (os.cpu_count() or 1) // self._processes.count)
             with stage("loading the bundle"):
-                self._engine = load(self._opened.path, "cpu", threads)  # no other provider gives states
+                provider = "auto" if threads is None else "cpu"  # the GPU is for one process
+                self._engine = load(self._opened.path, provider, threads)
         return self._engine
 
     def _check_room(self, total: float) -> None:

@@ -63,7 +63,7 @@ class GenerationConfig:
             segment, only those run it; else all that have tokens pending before it catch up in the same run. Changes
             speed, never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: nothing is
             pending there.
-        states: mode full on the CPU: give the final states of all tokens that were run (`Generation.states`).
+        states: mode full: give the final states of all tokens that were run (`Generation.states`).
 
     Raises:
         GenerationError: an option is of the wrong type or out of range.

@@ -31,7 +31,6 @@ RequestHandle Scheduler::submit(std::vector<std::int64_t> const& prompt, Generat
   check_prompt(bundle.manifest, prompt, "the prompt");
   auto const request =
       std::make_shared<Request>(bundle, without_auto(bundle, config, engine_.auto_mode(slots_), false), std::nullopt);
-  check_states(*engine_.backend_, *request);
   if (request->states && loop_->caches_prefixes()) {
     throw GenerationError("states is for a scheduler without a prefix cache, whose tokens are not run");
   }

@@ -26,7 +26,6 @@ class SegmentBackend final : public Backend {
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending) override;
 
   std::unique_ptr<Drafts> start_drafts(std::size_t slots) override;
-  bool gives_states() const override { return true; }
 
   std::size_t max_batch_size() const override;
 
