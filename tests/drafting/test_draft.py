@@ -11,6 +11,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.drafting.bundle import check_bundle
 from tide_export.errors import DraftError
+from tide_export.report.wording import percent
 from tide_export.runtime.engine import load
 
 
@@ -30,6 +31,11 @@ def test_a_drafter_is_trained_written_and_used(
     assert manifest.drafter.record is not None
     assert manifest.drafter.record["settings"]["model"] == manifest.model.weights_sha256
     assert set(manifest.files) == set(before.files) | {"drafter.onnx", "segments/drafter.onnx"}
+    page = (bundle / "report.html").read_text("utf-8")
+    assert page.count("<h2>Drafts of lossless mode</h2>") == 1
+    assert f"trained on {said['tokens']:,} tokens" in page
+    assert f"<td>{percent(said['acceptance']['sampled'][0])}</td>" in page
+    assert (demo_bundle / "report.html").read_text("utf-8").count("Drafts of lossless mode") == 0
     assert manifest.drafting is not None
     assert manifest.drafting.drafter_cost is not None
     assert manifest.drafting.drafter_cost > 0
@@ -46,6 +52,7 @@ def test_a_drafter_is_trained_written_and_used(
     # Again, in place of the first: the bundle stays whole.
     assert main([*command[:-1], "--seed", "1"]) == 0
     assert "draft 1" in capsys.readouterr().out
+    assert (bundle / "report.html").read_text("utf-8").count("<h2>Drafts of lossless mode</h2>") == 1
     assert open_bundle(bundle).manifest.drafter is not None
 
 

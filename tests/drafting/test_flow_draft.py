@@ -83,7 +83,7 @@ def bundle(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> S
     monkeypatch.setattr(flow, "check_bundle", check)
     monkeypatch.setattr(run, "load", load)
     monkeypatch.setattr(flow, "write_drafter", lambda path, drafter: stub.written.append(drafter))
-    monkeypatch.setattr(flow, "_measure", lambda path, prompts, temperature: 1.25)
+    monkeypatch.setattr(flow, "_measure", lambda path, prompts, temperature, report: 1.25)
     return stub
 
 

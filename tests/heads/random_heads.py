@@ -1,14 +1,31 @@
 """Targets with random weights, and draft heads for them in the layouts that are published."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
 import torch
+from ort_sessions import session_options
 from safetensors.torch import save_file
-from tiny_configs import LLAMA3
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tide_export import names
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import write_manifest
+from tide_export.compose.drafter import EMBEDDINGS, compose_drafter
+from tide_export.drafting.files import QUANTIZATION, quantized
+from tide_export.heads.head import DraftHead
+from tide_export.heads.pieces import head_pieces, matrices_of
+from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.model.source import load_model
+from tide_export.pipeline.flow import export
+from tide_export.routers.drafter import CONFIDENCES
+from tide_export.routers.random_routers import random_routers
+from tide_export.runtime.engine import Engine
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, MLP = 64, 4, 2, 16, 96
 VOCABULARY, DEPTH, CONTEXT = 97, 7, 96
@@ -127,4 +144,83 @@ class Eagle3:
         return folder
 
 
-ROPE = LLAMA3["rope_parameters"]
+def network_equals_step(head: DraftHead, file: Path, rows: int = CONTEXT - 4, drafts: int = 4) -> None:
+    """Asserts that the head's network, with K/V in pages, is the head with rounded weights: for the rows of a prompt in
+    two runs, and for drafts that are made of its own states."""
+    pieces = head_pieces(head, CONTEXT)
+    weights = quantized(pieces, replace(QUANTIZATION, accuracy_level=1))  # inputs stay float32
+    ir.save(lower_for_onnxruntime(compose_drafter(pieces), weights), file)
+    for matrix in matrices_of(head.model):
+        if matrix.name in weights.blocks:
+            matrix.write(weights.blocks[matrix.name].values())
+    session = onnxruntime.InferenceSession(str(file), session_options(), providers=["CPUExecutionProvider"])
+    kv_heads, head_dim = pieces.kv_shape
+    pages = {kind: np.zeros((CONTEXT // 16, kv_heads, 16, head_dim), np.float32) for kind in ("key", "value")}
+    generator, width = torch.Generator().manual_seed(3), pieces.state_size
+    embeddings = torch.randn(1, rows + drafts, width, generator=generator)
+    states = 2 * torch.randn(1, rows, width, generator=generator)
+
+    def run(start: int, states: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        stop = start + states.shape[1]
+        feeds = {
+            EMBEDDINGS: embeddings[:, start:stop].numpy(),
+            names.HIDDEN_STATES: states.numpy(),
+            names.POSITION_IDS: np.arange(start, stop)[None],
+            names.LAST_TOKENS: np.array([states.shape[1] - 1]),
+            names.SEQUENCE_STARTS: np.array([0, states.shape[1]]),
+            names.SEQUENCE_LENGTHS: np.array([stop]),
+            names.PAGE_TABLE: np.arange(CONTEXT // 16, dtype=np.int32)[::-1][None],
+            **{names.pages(0, kind): value for kind, value in pages.items()},
+        }
+        outputs = [names.LOGITS, names.NEW_HIDDEN_STATES, *(names.new_pages(0, kind) for kind in pages)]
+        logits, new, *written = session.run(outputs, feeds)
+        pages.update(zip(pages, written, strict=True))
+        return logits, new
+
+    run(0, states[:, :7])
+    logits, new = run(7, states[:, 7:])
+    for count in range(rows, rows + drafts):
+        with torch.no_grad():
+            expected, following = head.step(embeddings[:, :count], states, torch.arange(count)[None])
+        np.testing.assert_allclose(logits[0], expected[0, -1], rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(new[0], following[0, -1], rtol=2e-3, atol=2e-3)
+        states = torch.cat([states, following[:, -1:]], 1)
+        logits, new = run(count, states[:, -1:])
+
+
+def exported(model: Path, head: Path | None, folder: Path, checkpoints: tuple[int, ...], **options: Any) -> Path:
+    """A bundle of `model` with random routers and a head that drafts until it has shown that it should not."""
+    source = load_model(str(model))
+    routers = random_routers(source, checkpoints, prompt(source.vocab_size, 40), bottleneck=16)
+    folder.mkdir()
+    routers.save(folder / "routers.safetensors")
+    bundle = export(
+        str(model),
+        folder / "bundle",
+        routers=folder / "routers.safetensors",
+        draft_head=None if head is None else str(head),
+        **{"weights": "fp32"} | options,
+    )
+    manifest = open_bundle(bundle).manifest
+    if manifest.drafter is not None:
+        eager = replace(manifest.drafter, acceptance=(0.9,) * len(CONFIDENCES))
+        write_manifest(bundle, replace(manifest, drafter=eager))
+    return bundle
+
+
+def prompt(vocabulary: int, length: int, seed: int = 3) -> list[int]:
+    return np.random.default_rng(seed).integers(3, vocabulary, length).tolist()
+
+
+def drafts_cost_no_token(engine: Engine, **options: Any) -> int:
+    """Asserts that lossless mode gives the tokens of full, greedy and sampled; returns how many the head drafted."""
+    drafted = 0
+    for seed in range(4):
+        for temperature in (0.0, 0.8):
+            given = {"max_new_tokens": 40, "temperature": temperature, "seed": seed, "stop_token_ids": []}
+            ids = prompt(engine.manifest.model.vocab_size, 9, seed)
+            full = engine.generate(ids, mode="full", **given)
+            lossless = engine.generate(ids, mode="lossless", **given | {"threshold": 1.0, "prompt_lookup": 0} | options)
+            assert lossless.tokens == full.tokens
+            drafted += lossless.stats.learned_drafted
+    return drafted

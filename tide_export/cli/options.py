@@ -168,6 +168,7 @@ def _add_export(commands, config: bool) -> None:
     _add_trust(parser)
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
     _add_batch_size(parser, "8")
+    parser.add_argument("--draft-head", metavar="HEAD", help="draft with an EAGLE-3 head, or MODEL's MTP layer (none)")
     parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
     parser.add_argument(
         "--no-validate",

@@ -8,7 +8,7 @@ alone (per-layer embeddings). So the states of pending tokens hold all that late
 reads token ids. Layers that attend to an earlier layer's keys and values (`kv_layers`) read that layer's K/V cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -39,13 +39,14 @@ class Pieces:
         boundaries: layers run where each segment starts, and the depth at the end: (0, checkpoints ..., depth).
         embed: input_ids, position_ids [B, S] -> states before segment 0, which may be wider than W.
         segments: states [B, S, W], position_ids [B, S] -> states [B, S, W], one per segment; the last gives hidden
-            states [B, S, D].
+            states [B, S, D]. After these come the hidden states of `taps_in`.
         final_norm: hidden states [B, S, D] -> normalized states [B, S, D'] (final norm, projection).
         head: normalized states [B, S, D'] -> logits [B, S, V].
         kv_shapes: (kv_heads, head_dim) of the keys and values that every layer reads.
         kv_layers: the layer whose keys and values every layer reads: its own, or those of an earlier layer.
         keys_values: if the trace has a marker before every layer, for each layer with K/V of its own states [B, S, W],
             position_ids [B, S] -> key, value [B, kv_heads, S, head_dim] as its attention reads them; else empty.
+        taps: layers run after which segments give hidden states [B, S, D] too, for a draft head; ascending.
     """
 
     boundaries: tuple[int, ...]
@@ -56,6 +57,7 @@ class Pieces:
     kv_shapes: tuple[tuple[int, int], ...]
     kv_layers: tuple[int, ...]
     keys_values: Mapping[int, ir.Graph] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()
 
     @property
     def hidden_size(self) -> int:
@@ -75,6 +77,10 @@ class Pieces:
         """Layers of segment k with K/V of their own, ascending."""
         return [layer for layer in self.kv_read(k) if layer >= self.boundaries[k]]
 
+    def taps_in(self, k: int) -> list[int]:
+        """Those of `taps` that are layers of segment k."""
+        return _between(self.taps, self.boundaries[k], self.boundaries[k + 1])
+
     @property
     def normalized_size(self) -> int:
         """Width D' of what routers and head read."""
@@ -91,15 +97,19 @@ class Pieces:
         return len(nodes) == 1 and nodes[0].op_type in _NORMS and nodes[0].inputs[0] is self.final_norm.inputs[0]
 
 
-def cut(traced: TracedModel, max_length: int) -> Pieces:
-    """Cuts `traced`; `max_length` is the longest sequence the graphs will run on (it sizes the rotary tables).
+def cut(traced: TracedModel, max_length: int, taps: Collection[int] = ()) -> Pieces:
+    """Cuts `traced`.
+
+    Args:
+        max_length: the longest sequence the graphs will run on (it sizes the rotary tables).
+        taps: layers run after which hidden states are given, 1 .. depth; the trace has a marker before every layer.
 
     Raises:
         UnsupportedModelError: a layer reads more than the hidden states and positions before it.
         GraphError: the trace was made for shorter sequences.
     """
     try:
-        return _cut(traced, max_length)
+        return _cut(traced, max_length, tuple(sorted(set(taps))))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{traced.architecture}: {error}") from error
 
@@ -142,7 +152,7 @@ def sinks_and_bias(attention: ir.Node) -> list[ir.Value | None]:
     return attention_inputs(attention)[3:]
 
 
-def _cut(traced: TracedModel, max_length: int) -> Pieces:
+def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     graph, bounds = traced.model.graph, traced.boundaries
     attention = {layer_of(node): node for node in graph if is_attention(node)}
     for _, table in map(sinks_and_bias, attention.values()):
@@ -169,13 +179,16 @@ def _cut(traced: TracedModel, max_length: int) -> Pieces:
 
     kv_layers = tuple(node.attributes.get_int(KV_LAYER, layer) for layer, node in attention.items())
     keys_values: dict[int, ir.Graph] = {}
-    if traced.every_layer:
+    if traced.every_layer and not taps:
         keys_values = {layer: _keys_and_values(graph, after(layer), attention[layer]) for layer in set(kv_layers)}
+    tapped = {layer: list(uncarried(traced.marker(layer)).values())[:2][-1] for layer in taps}
+    if traced.every_layer:
         _remove_inner_markers(traced)
 
     segments = []
     for start, stop in pairwise(bounds):
-        piece = irc.extract(graph, [after(start), positions, token_ids], [before(stop)])
+        outputs = [before(stop), *(tapped[layer] for layer in _between(taps, start, stop))]
+        piece = irc.extract(graph, [after(start), positions, token_ids], outputs)
         _shapes_from_hidden_states(piece)
         layers = [layer_of(node) for node in piece if is_attention(node)]
         if layers != list(range(start, stop)):
@@ -195,7 +208,11 @@ def _cut(traced: TracedModel, max_length: int) -> Pieces:
     kv_shapes = tuple(
         (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int()) for node in attention.values()
     )
-    return Pieces(bounds, embed, tuple(segments), final_norm, head, kv_shapes, kv_layers, keys_values)
+    return Pieces(bounds, embed, tuple(segments), final_norm, head, kv_shapes, kv_layers, keys_values, taps)
+
+
+def _between(taps: Sequence[int], start: int, stop: int) -> list[int]:
+    return [layer for layer in taps if start < layer <= stop]
 
 
 def _keys_and_values(graph: ir.Graph, hidden: ir.Value, attention: ir.Node) -> ir.Graph:

@@ -89,7 +89,7 @@ class _PackedComposer:
             x = entry = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.state_size])
         self.inputs.append(entry)
         start = len(block.nodes)
-        (y,) = block.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
+        y, *_ = block.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
         written = page_outputs(attend_from_cache(block.nodes[start:], self.pages, list(self.places.values())))
         shared = [names.POSITION_IDS, names.LAST_TOKENS, *self.places]
         if k + 1 < len(pieces.segments):

@@ -26,6 +26,10 @@ The lens is the identity where there is none, and after the last segment. A toke
 with, also when a later segment runs: its output depends on its prefix alone. The result is portable but for
 `tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
 
+A draft head may read hidden states of several layers, which segments then give beside theirs (`Pieces.taps`): `fuse`
+makes the final states of them. The last segment runs over tokens that earlier segments ran over in earlier steps too,
+where a token that exited was drafted; zeros stand for what these gave of them, which costs drafts, never a token.
+
 Operators beside the layers are kept few: in a small model one takes as long as reading a hundred kilobytes of weights.
 So a checkpoint is one, `tide::TideCandidate`, and what follows from the scores alone (which segments ran, where the
 token exited) is computed by the caller.
@@ -46,7 +50,7 @@ from tide_export.compose.exits import candidate_and_route, exit_states
 from tide_export.compose.kv_cache import KINDS, Cache, attend_from_cache, page_inputs, page_outputs
 from tide_export.errors import GraphError
 from tide_export.routers.router import LensArrays, RouterArrays
-from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, present, typed_value
+from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, dims, present, static_dim, typed_value
 from tide_export.trace.tracer import OPSET
 
 POSITIONS = "positions"  # the symbolic dimension of `logits_positions`
@@ -58,16 +62,34 @@ RouterWeights = Mapping[int, RouterArrays]  # by layers run
 LensWeights = Mapping[int, LensArrays]
 
 
-def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None) -> ir.Model:
+@dataclass(frozen=True, eq=False)
+class Fuse:
+    """Makes the states that a draft head reads of hidden states after several layers.
+
+    Attributes:
+        layers: run before each of them, as they are concatenated; all of `Pieces.taps`.
+        graph: these [B, S, D * len(layers)] -> states [B, S, H].
+    """
+
+    layers: tuple[int, ...]
+    graph: ir.Graph
+
+
+def compose(
+    pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None, fuse: Fuse | None = None
+) -> ir.Model:
     """The step graph with an exit at every checkpoint of `pieces`; names and shapes are in `tide_export.names`.
 
     With no checkpoint (one segment) this is the full-depth model.
+
+    Args:
+        fuse: makes the final states in place of the final norm.
 
     Raises:
         GraphError: `routers` lack one of the right width for a checkpoint, or a lens has another width.
     """
     check_routers(pieces, routers, lenses)
-    return Composer(pieces, routers, lenses or {}).compose()
+    return Composer(pieces, routers, lenses or {}, fuse).compose()
 
 
 def check_routers(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None) -> None:
@@ -98,16 +120,19 @@ class Step:
     score: ir.Value | None = None  # [1, 1], the router's, NaN where it was not reached
     skip: ir.Value | None = None  # bool [1, 1], whether to skip it
     # After the last segment:
-    final: ir.Value | None = None  # [1, n, D'], what the head reads of all its tokens
+    final: ir.Value | None = None  # [1, n, D'], what the head, or a draft head, reads of all its tokens
 
 
 class Composer:
     """Builds the graph; `compose.propagate` changes what a skipped segment does."""
 
-    def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights):
+    def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights, fuse: Fuse | None = None):
         self.pieces = pieces
         self.routers = routers
         self.lenses = lenses
+        self.fuse = fuse
+        self.final_size = pieces.normalized_size if fuse is None else static_dim(fuse.graph.outputs[0], -1)
+        self.tapped: dict[str, ir.Value] = {}  # hidden states by `_tap`, of the segments that came before
         self.bounds = pieces.boundaries
         self.segments = len(pieces.segments)
         self.weights = Weights()
@@ -185,10 +210,10 @@ class Composer:
         main = self.main
         positions = self._positions_of(main, self.token_ids, "sequence")
         (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], 1, "sequence")
-        y, written = self._run(main, 0, x, "sequence", positions)
+        y, written, self.tapped = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(written)
         if self.segments == 1:
-            candidate, final = self._last_states(main, y)
+            candidate, final = self._last_states(main, y, self.tapped)
             return Step(candidate, final=final)
         candidate, score, skip = self._checkpoint(main, 0, y)
         return Step(candidate, self._pending(main, 1, y), score, skip)
@@ -205,12 +230,15 @@ class Composer:
         types: dict[str, OutputType] = {name: (FLOAT, value.shape) for name, value in run_values.items()} | {
             "candidate": (FLOAT, [POSITIONS if k == self.segments - 1 else 1, self.pieces.normalized_size]),
             "pending": (FLOAT, [1, f"pending_{k + 1}", self.pieces.state_size]),
-            "final": (FLOAT, [1, "final_tokens", self.pieces.normalized_size]),
+            "final": (FLOAT, [1, "final_tokens", self.final_size]),
             "score": (FLOAT, [1, 1]),
             "skip": (BOOL, [1, 1]),
         }
+        taps = [name for name in map(_tap, self.pieces.taps_in(k)) if name in run_values]
+        types |= {name: (FLOAT, [1, None, self.pieces.hidden_size]) for name in taps}
         values = self.main.ops("If", [step.skip], branches, types=[types[name] for name in run_values])
         outputs = dict(zip(run_values, values, strict=True))
+        self.tapped |= {name: outputs.pop(name) for name in taps}
         internal = {name: outputs.pop(name) for name in INTERNAL if name in outputs}
         self.outputs.update(outputs)
         return Step(**internal)
@@ -223,13 +251,14 @@ class Composer:
     def _segment(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
         """The branch that runs segment k over all pending states, and the router after it."""
         block, pending, tokens = Block(f"segment_{k}", self.weights), present(step.pending), f"pending_{k}"
-        y, written = self._run(block, k, pending, tokens, self._positions_of(block, pending, tokens))
+        y, written, tapped = self._run(block, k, pending, tokens, self._positions_of(block, pending, tokens))
         values: dict[str, ir.Value] = {}
         if k < self.segments - 1:
             values["candidate"], values["score"], values["skip"] = self._checkpoint(block, k, y)
             values["pending"] = self._pending(block, k + 1, y)
+            values |= tapped
         else:
-            values["candidate"], values["final"] = self._last_states(block, y)
+            values["candidate"], values["final"] = self._last_states(block, y, tapped)
         if k == self.segments - 1 and self.pending:
             none = np.zeros((1, 0, self.pieces.state_size), dtype=np.float32)
             values["pending"] = block.copy(self.weights.constant("no_tokens", none))
@@ -244,8 +273,11 @@ class Composer:
         if k < self.segments - 1:
             values["score"] = block.copy(self.weights.constant("not_scored", np.full((1, 1), np.nan, np.float32)))
             values["skip"] = block.copy(present(step.skip))
+            for layer in self.pieces.taps_in(k) if self.fuse is not None else ():
+                none = np.zeros((1, 0, self.pieces.hidden_size), dtype=np.float32)
+                values[_tap(layer)] = block.copy(self.weights.constant("no_hidden_states", none))
         else:
-            none = np.zeros((1, 0, self.pieces.normalized_size), dtype=np.float32)
+            none = np.zeros((1, 0, self.final_size), dtype=np.float32)
             values["final"] = block.copy(self.weights.constant("no_final_states", none))
         for layer in self.pieces.kv_written(k):
             values |= page_outputs(self._skipped(block, k, layer, pending))
@@ -257,12 +289,14 @@ class Composer:
 
     def _run(
         self, block: Block, k: int, x: ir.Value, tokens: str, positions: ir.Value
-    ) -> tuple[ir.Value, dict[str, ir.Value]]:
-        """Segment k on x, its attention connected to the K/V cache: y [1, tokens, D] and the new pages by name."""
+    ) -> tuple[ir.Value, dict[str, ir.Value], dict[str, ir.Value]]:
+        """Segment k on x, its attention connected to the K/V cache: y [1, tokens, D], the new pages by name, and hidden
+        states [1, tokens, D] by `_tap`."""
         start = len(block.nodes)
-        (y,) = block.inline(self.pieces.segments[k], [x, positions], 1, tokens)
+        y, *hidden = block.inline(self.pieces.segments[k], [x, positions], 1, tokens)
         cache = {key: self.outputs.get(names.new_pages(*key), pages) for key, pages in self.pages.items()}
-        return y, page_outputs(attend_from_cache(block.nodes[start:], cache, self.places))
+        tapped = dict(zip(map(_tap, self.pieces.taps_in(k)), hidden, strict=True)) if self.fuse is not None else {}
+        return y, page_outputs(attend_from_cache(block.nodes[start:], cache, self.places)), tapped
 
     def _positions_of(self, block: Block, x: ir.Value, tokens: str) -> ir.Value:
         """position_ids [1, n] of the last n tokens of the sequence, for x of n tokens; removed later if unused."""
@@ -285,8 +319,35 @@ class Composer:
         self.checkpoints.append(present(values[0].producer()))
         return values
 
-    def _last_states(self, block: Block, y: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """What the head reads after the last segment, y through the final norm: at `logits_positions`, [m, D'], and of
-        all tokens, [1, n, D']."""
+    def _last_states(self, block: Block, y: ir.Value, tapped: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+        """What the head reads after the last segment, y through the final norm, at `logits_positions`, [m, D']; and of
+        all tokens, [1, n, D'], or what a draft head reads of them, [1, n, H]."""
         states, width = exit_states(block, self.pieces, self.bounds[-1], None, y), self.pieces.normalized_size
-        return block.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width]), states
+        final = states if self.fuse is None else self._fused(block, self.fuse, y, tapped)
+        return block.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width]), final
+
+    def _fused(self, block: Block, fuse: Fuse, y: ir.Value, tapped: Mapping[str, ir.Value]) -> ir.Value:
+        """`fuse` on hidden states: those `tapped` in the last segment, and earlier ones after zeros."""
+        tokens = dims(y)[1]
+        hidden = [
+            tapped[name] if name in tapped else self._padded(block, self.tapped[name], y)
+            for name in map(_tap, fuse.layers)
+        ]
+        shape = [1, tokens, self.pieces.hidden_size * len(hidden)]
+        joined = block.op("Concat", hidden, {"axis": -1}, dtype=FLOAT, shape=shape)
+        (states,) = block.inline(fuse.graph, [joined], 1, tokens)
+        return states
+
+    def _padded(self, block: Block, hidden: ir.Value, y: ir.Value) -> ir.Value:
+        """`hidden` [1, n, D] of the last n tokens of y, after zeros for those before."""
+        counts = [block.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1]) for x in (y, hidden)]
+        missing = block.op("Sub", counts, dtype=INT64, shape=[1])
+        integers = self.weights.integers
+        pads = block.op("Concat", [missing, integers("none", [0])], {"axis": 0}, dtype=INT64, shape=[2])
+        shape = [1, dims(y)[1], self.pieces.hidden_size]
+        return block.op("Pad", [hidden, pads, None, integers("axis_1", [1])], dtype=FLOAT, shape=shape)
+
+
+def _tap(layers: int) -> str:
+    """The name of hidden states after so many layers, among the outputs of an `If`."""
+    return f"hidden_states.{layers}"

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from tide_export.bundle.store import replace_manifest
+from tide_export.bundle.store import put_files, replace_manifest
 from tide_export.calibration.distributed import Processes
 from tide_export.data.sequences import load_tokenizer
 from tide_export.drafting.bundle import check_bundle, write_drafter
@@ -18,10 +18,11 @@ from tide_export.drafting.run import Run
 from tide_export.drafting.store import check_settings, check_space
 from tide_export.drafting.target import Target
 from tide_export.errors import DraftError
-from tide_export.files import check_writable, failure
+from tide_export.files import TEMPORARY, check_writable, failure
 from tide_export.model.source import load_model
-from tide_export.names import MANIFEST_FILE
+from tide_export.names import MANIFEST_FILE, REPORT_FILE
 from tide_export.progress import stage
+from tide_export.report.drafts import with_drafts
 from tide_export.runtime.engine import load
 from tide_export.tuning.drafter import with_drafter
 
@@ -97,15 +98,31 @@ def draft(
     speed = None
     if prompts_left := run.prompts(MEASURED_PROMPTS):  # none where each held-out answer is one token
         with stage("measuring what drafts gain here"):
-            speed = _measure(bundle, prompts_left, config.temperature)
+            speed = _measure(bundle, prompts_left, config.temperature, report)
     if cache is None:
         shutil.rmtree(folder, ignore_errors=True)
     return replace(report, measured_speed=speed)
 
 
-def _measure(bundle: str | os.PathLike[str], prompts: list[list[int]], temperature: float) -> float:
-    """Stores how lossless mode is to draft here, and what mode auto is; returns its speed over full depth's."""
+def _measure(
+    bundle: str | os.PathLike[str], prompts: list[list[int]], temperature: float, report: DraftReport
+) -> float:
+    """Stores how lossless mode is to draft here, what mode auto is, and both in the bundle's report; returns the speed
+    over full depth's."""
     engine = load(bundle, provider="cpu", verify=False)
     manifest, measured = with_drafter(engine, prompts, temperature, MEASURED_TOKENS)
-    replace_manifest(engine.bundle, manifest)
+    page = engine.bundle.path / REPORT_FILE
+    text = page.read_text("utf-8") if REPORT_FILE in manifest.files else ""
+    new = with_drafts(text, report.provenance(), measured.drafts, measured.speedup)
+    if new is None:
+        replace_manifest(engine.bundle, manifest)
+        return measured.speedup
+    temporary = page.with_name(f".{REPORT_FILE}.{TEMPORARY}")
+    try:
+        temporary.write_text(new, "utf-8")
+        put_files(engine.bundle, {REPORT_FILE: temporary}, manifest, manifest)
+    except OSError as error:
+        raise DraftError(f"cannot write {page}: {failure(error, page.parent)}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return measured.speedup

@@ -11,14 +11,13 @@ from pathlib import Path
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.compose.cut import Pieces, cut
-from tide_export.compose.propagate import compose_propagating
-from tide_export.compose.step_graph import compose
 from tide_export.engines.build import build_engines
 from tide_export.lower.tensorrt.lower import check_pieces
 from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
+from tide_export.pipeline.draft_head import compose, given_head, write_drafter
 from tide_export.pipeline.preflight import check_source, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.pipeline.weights import choose_weights, explain_weights, lowering, prepare_weights
@@ -62,37 +61,39 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         source = load_model(request.model, device_map=request.device_map, trust_remote_code=request.trust_remote_code)
     asked, request = request, choose_weights(source, request)
     length, checkpoints = check_source(source, request, routers, folder)
+    head = given_head(source, request, length)
     explain_weights(source, asked)
     prepare_weights(source, request)
-    pieces = _trace_and_cut(source, request, checkpoints, length)
+    pieces = _trace_and_cut(source, request, checkpoints, length, head.layers)
     if routers is None:
         routers = calibrate_for_bundle(source, request, folder)
         if routers.checkpoints != checkpoints:  # chosen by the text (`auto`), or some were dropped
-            pieces = _trace_and_cut(source, request, routers.checkpoints, length)
+            pieces = _trace_and_cut(source, request, routers.checkpoints, length, head.layers)
     else:
         routers.check_quantization(source, request.routers or "")
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
-    lower = lowering(source, request)
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
-        composing = compose_propagating if request.propagates else compose
-        graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
+        graph = compose(source, request, pieces, routers, head)
     manifest = make_manifest(source, routers, request.config, pieces, graph, length, request.half)
     references: list[References] = []
     if request.validate:
         with stage("running the model for the references the graph must give"), rounded_kv(source, manifest):
             references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
-        write_contents(folder, request, graph, manifest, pieces, routers, lower)
+        write_contents(folder, request, graph, manifest, pieces, routers, lowering(source, request))
         manifest = write_networks(folder, request, manifest, pieces, routers, source)
+        manifest = write_drafter(folder, manifest, head)
     source.release()
     return manifest, references
 
 
-def _trace_and_cut(source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int) -> Pieces:
+def _trace_and_cut(
+    source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int, taps: tuple[int, ...] = ()
+) -> Pieces:
     with stage("tracing the model"), explained(source.model, "be traced"):
-        traced = trace(source, checkpoints, length, every_layer=request.propagates)
+        traced = trace(source, checkpoints, length, every_layer=request.propagates or bool(taps))
     with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):
-        pieces = cut(traced, length)
+        pieces = cut(traced, length, taps)
     if request.flavour is not None:
         check_pieces(pieces, request.network_weights(source.exact_in))
     return pieces

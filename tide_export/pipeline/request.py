@@ -54,6 +54,7 @@ class ExportRequest:
         validate: compare the finished graph with the model (see `verify.export_gate`) before it is put in place.
         report: write what the model gains into the bundle (report.html, report.png), where routers are calibrated.
         max_length: longest sequence of the bundle, in tokens; None: the model's context.
+        draft_head: an EAGLE-3 head that others trained, folder or hub id; or the model itself, for its MTP layer.
         batch_size: for TensorRT: sequences decoded in one step, at most; None: `bundle.profiles.BATCH_SIZE`.
         device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
             devices or on disk, and each weight is read when it is written.
@@ -81,6 +82,7 @@ class ExportRequest:
     validate: bool = True
     report: bool = True
     max_length: int | None = None
+    draft_head: str | None = None
     batch_size: int | None = None
     device_map: str | dict[str, Any] | None = None
     trust_remote_code: bool = False
@@ -94,6 +96,7 @@ class ExportRequest:
         if self.flavour is not None and self.propagates:
             raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {self.flavour.name}")
         self._check_kv_cache()
+        self._check_draft_head()
         unused = {"max_pending", "compaction_threshold"} & self.config.model_fields_set
         if self.propagates and unused:
             raise ConfigError(f"{min(unused)} is for kv_cache_strategy exact: where K/V are propagated nothing waits")
@@ -162,6 +165,22 @@ class ExportRequest:
         if self.propagates:
             raise ConfigError("kv_cache int8 is for kv_cache_strategy exact: propagate takes float32")
 
+    @property
+    def reads_own_head(self) -> bool:
+        """Whether `draft_head` is the model itself."""
+        return self.draft_head is not None and _same(self.draft_head, self.model)
+
+    def _check_draft_head(self) -> None:
+        if self.draft_head is None:
+            return
+        if self.propagates:
+            raise ConfigError("draft_head is for kv_cache_strategy exact: drafts need an exact cache")
+        if self.flavour is not None and not self.reads_own_head:
+            raise ConfigError(
+                f"an EAGLE-3 head as draft_head is for target onnxruntime alone: it reads hidden states that the "
+                f"segment networks of {self.flavour.name} do not give"
+            )
+
     def _check_targets(self) -> None:
         for target in self.targets:
             if target not in TARGETS:
@@ -185,6 +204,10 @@ class ExportRequest:
                 f"weights {self.weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, bf16, "
                 "fp16, int8 or int4"
             )
+
+
+def _same(head: str, model: str) -> bool:
+    return head == model or (Path(head).exists() and Path(model).exists() and Path(head).samefile(model))
 
 
 class TakesRequest(Protocol, Generic[P]):

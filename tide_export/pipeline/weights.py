@@ -1,10 +1,11 @@
 """The precision of the bundle's weights as a stage of the flow: chosen for the model, and given to its own weights."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import onnx_ir as ir
 
 from tide_export.bundle.manifest import BLOCK_SIZES, NETWORK_MATRICES, Quantization
@@ -17,7 +18,7 @@ from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.fp8 import quantize_to_fp8
 from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
-from tide_export.quantize.rounding import round_for_tensorrt
+from tide_export.quantize.rounding import round_for_tensorrt, round_to_nearest
 from tide_export.runtime.tensorrt.flavours import Flavour
 from tide_export.trace.rewriting import HALF
 
@@ -58,11 +59,21 @@ def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
             quantize_model(source, settings, text, round_for_tensorrt(half), outside=False)
 
 
-def lowering(source: SourceModel, request: ExportRequest) -> Callable[[ir.Model], ir.Model]:
-    """Returns `lower_for_onnxruntime` for weights and K/V as `request` asks for them."""
+def lowering(
+    source: SourceModel, request: ExportRequest, matrices: Mapping[str, np.ndarray] | None = None
+) -> Callable[[ir.Model], ir.Model]:
+    """Returns `lower_for_onnxruntime` for weights and K/V as `request` asks for them.
+
+    Args:
+        matrices: other ones [out, in] by name, which are quantized as the model's are, if these are.
+    """
+    quantized = source.quantized
+    if quantized is not None and quantized.settings is not None and matrices:
+        rounded = {name: round_to_nearest(matrix, quantized.settings) for name, matrix in matrices.items()}
+        quantized = replace(quantized, blocks={**quantized.blocks, **rounded})
     return partial(
         lower_for_onnxruntime,
-        quantized=source.quantized,
+        quantized=quantized,
         half=request.half,
         kv_cache=request.config.kv_cache,
     )

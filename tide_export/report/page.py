@@ -10,6 +10,7 @@ from importlib.resources import files
 from tide_export.calibration.assessment import Assessment
 from tide_export.calibration.calibration_error import BINS
 from tide_export.report import plots
+from tide_export.report.drafts import BEGIN, END
 from tide_export.report.examples import colours_css, legend, passage
 from tide_export.report.findings import Findings
 from tide_export.report.html_tables import lens_reports, quality_table, record_tables, routers_table
@@ -36,6 +37,7 @@ def render(assessment: Assessment, findings: Findings, verdict: Verdict) -> str:
         _lenses(assessment),
         _routers(findings),
         _examples(assessment),
+        BEGIN + END,
         _made(assessment),
     ]
     return (

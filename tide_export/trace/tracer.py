@@ -11,7 +11,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 
 from tide_export.errors import TraceError, UnsupportedModelError
 from tide_export.model.failures import refuse_trace
+from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.model.structure import first_tensor, with_first_tensor, with_states
 from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
-from tide_export.trace.attention.masks import layer_masks
+from tide_export.trace.attention.masks import Mask, layer_masks
 from tide_export.trace.attention.matching import ExplicitAttentionPass, symbolic_sdpa
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.exporter import complex_ops  # noqa: F401 (registers its operators)
@@ -89,17 +90,19 @@ def trace(
     refuse_recurrent_state(source)
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
-    quantized = source.quantized
     masks = layer_masks(source.model, depth)
     with (
         placeholder_weights(source) as placeholders,
-        symbolic_sdpa() if masks is None else symbolic_attention(source.model, masks),
-        symbolic_experts(source.model, quantized.blocks if quantized is not None else ()),
-        symbolic_quantized(source.model, quantized),
-        static_rope(source.model),
+        symbolic_operators(source.model, masks, source.quantized),
         _markers(source, range(depth + 1) if every_layer else boundaries),
     ):
-        model = _export(source, cached=masks is not None)
+        # Two rows of three tokens: a sample dimension of 1 would be taken for a constant.
+        device = next(source.model.get_input_embeddings().parameters()).device
+        ids = torch.zeros((2, 3), dtype=torch.long, device=device)
+        positions = torch.arange(3, device=device).expand(2, 3).contiguous()
+        forward = _TracedForward(source, cached=masks is not None)
+        inputs = {"input_ids": ids, "position_ids": positions}
+        model = export_graph(forward, inputs, ["logits"], source.model, source.name)
     read_when_written(model, source, placeholders)
     if masks is None:
         length = max_length or source.context_length or DEFAULT_LENGTH
@@ -107,6 +110,24 @@ def trace(
     traced = TracedModel(model, boundaries, every_layer, source.architecture)
     _check(source, traced)
     return traced
+
+
+@contextmanager
+def symbolic_operators(
+    model: PreTrainedModel, masks: Sequence[Mask | None] | None, quantized: QuantizedWeights | None
+) -> Iterator[None]:
+    """While open, `model` emits symbolic attention, experts and products with quantized matrices.
+
+    Args:
+        masks: of its layers; None where it computes attention itself.
+    """
+    with (
+        symbolic_sdpa() if masks is None else symbolic_attention(model, masks),
+        symbolic_experts(model, quantized.blocks if quantized is not None else ()),
+        symbolic_quantized(model, quantized),
+        static_rope(model),
+    ):
+        yield
 
 
 def refuse_recurrent_state(source: SourceModel) -> None:
@@ -145,33 +166,41 @@ class _TracedForward(nn.Module):
         return self.model(input_ids=input_ids, **taken).logits
 
 
-def _export(source: SourceModel, cached: bool) -> ir.Model:
-    # Two rows of three tokens: a sample dimension of 1 would be taken for a constant.
-    device = next(source.model.get_input_embeddings().parameters()).device
-    ids = torch.zeros((2, 3), dtype=torch.long, device=device)
-    positions = torch.arange(3, device=device).expand(2, 3).contiguous()
+def export_graph(
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str], model: PreTrainedModel, name: str
+) -> ir.Model:
+    """Exports `module`, whose first two dimensions of every input are dynamic.
+
+    Args:
+        inputs: samples by name, in the order of the parameters of its forward.
+        outputs: names of what it returns.
+        model: whose code it runs, for messages, as `name`.
+
+    Raises:
+        UnsupportedModelError, TraceError: the exporter failed.
+    """
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
         with _quiet_exporter(), minimal_decompositions(), exact_constants(), known_results(), early_mismatches():
             program = torch.onnx.export(
-                _TracedForward(source, cached).eval(),
-                (ids, positions),
+                module.eval(),
+                tuple(inputs.values()),
                 dynamo=True,
                 opset_version=OPSET,
-                input_names=["input_ids", "position_ids"],
-                output_names=["logits"],
-                dynamic_shapes=(dynamic, dynamic),
+                input_names=list(inputs),
+                output_names=list(outputs),
+                dynamic_shapes=(dynamic,) * len(inputs),
                 verbose=False,
             )
     except Exception as error:
-        refuse_trace(source.model, error)
+        refuse_trace(model, error)
     if program is None:
-        raise TraceError(f"torch.onnx.export gave no graph for {source.architecture} ({source.name})")
-    model = program.model.clone()
+        raise TraceError(f"torch.onnx.export gave no graph for {type(model).__name__} ({name})")
+    exported = program.model.clone()
     # onnxscript's rewrite rules live as long as the process and keep the last graph they matched: drop its weights.
     for value in program.model.graph.initializers.values():
         value.const_value = None
-    return model
+    return exported
 
 
 @contextmanager

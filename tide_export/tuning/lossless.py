@@ -44,7 +44,7 @@ def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) ->
         costs = step_costs(engine, texts[0])
     with stage("choosing a setting"):
         settings = settings_to_measure(recorded, costs, prompts.path)
-    setting, measured = off(costs, len(checkpoints)), Comparison(1.0, 0, 0, 0)
+    setting, measured = off(costs, len(checkpoints)), Comparison(1.0)
     for number, tried in enumerate(settings):
         found = compare(engine, engine.drafting_as(tried.drafting(costs, {})), prompts.calibration, request)
         if number == 0 or found.speedup > measured.speedup:
@@ -86,7 +86,7 @@ def _decode(engine: Engine, prompt: Sequence[int], request: LosslessRequest, mod
 def compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], request: LosslessRequest) -> Comparison:
     """Times full and lossless mode on the same prompts, interleaved. Raises TuneError: the two modes gave different
     greedy tokens. Sampled ones are equal up to rounding, which decides a draw among thousands of unlikely tokens."""
-    ratios, drafted, accepted, lookup_drafted, learned_drafted = [], 0, 0, 0, 0
+    ratios, drafts = [], dict[str, list[int]]()
     with stage("comparing with full depth", total=len(prompts)) as advance:
         for number, prompt in enumerate(prompts):
             if number % 2:
@@ -95,9 +95,8 @@ def compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], req
             else:
                 out = _decode(tuned, prompt, request, "lossless", number)
                 full = _decode(engine, prompt, request, "full", number)
-            drafted, accepted = drafted + out.stats.drafted, accepted + out.stats.accepted
-            lookup_drafted += out.stats.lookup_drafted
-            learned_drafted += out.stats.learned_drafted
+            for source, counts in out.stats.drafts.items():
+                drafts[source] = [sum(both) for both in zip(drafts.get(source, [0, 0]), counts, strict=True)]
             if request.temperature == 0 and out.tokens != full.tokens:
                 first = next(
                     i for i, pair in enumerate(zip(out.tokens, full.tokens, strict=True)) if pair[0] != pair[1]
@@ -108,4 +107,4 @@ def compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], req
                 )
             ratios.append(full.stats.decode_seconds / out.stats.decode_seconds)
             advance(1)
-    return Comparison(median(ratios), drafted, accepted, lookup_drafted, learned_drafted)
+    return Comparison(median(ratios), drafts)

@@ -164,27 +164,23 @@ class Comparison:
 
     Attributes:
         speedup: median over the prompts of full's decoding time over lossless mode's; 1.0 where nothing was measured.
-        drafted, accepted: drafts made and accepted.
-        lookup_drafted, learned_drafted: drafts made from earlier text, and by the bundle's drafter.
+        drafts: made and accepted, by source (see `ExitStats.drafts`).
     """
 
     speedup: float
-    drafted: int
-    accepted: int
-    lookup_drafted: int
-    learned_drafted: int = 0
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def drafted(self) -> int:
+        return sum(made for made, _ in self.drafts.values())
 
     @property
     def acceptance(self) -> float:
-        return _share(self.accepted, self.drafted)
+        return _share(sum(accepted for _, accepted in self.drafts.values()), self.drafted)
 
-    @property
-    def lookup_share(self) -> float:
-        return _share(self.lookup_drafted, self.drafted)
-
-    @property
-    def learned_share(self) -> float:
-        return _share(self.learned_drafted, self.drafted)
+    def share(self, source: str) -> float:
+        """Returns the share of all drafts that a source made."""
+        return _share(self.drafts.get(source, [0])[0], self.drafted)
 
 
 @dataclass(frozen=True)
@@ -232,8 +228,7 @@ class LosslessReport:
             "pays": self.pays,
             "speedup": self.measured.speedup,
             "acceptance": self.measured.acceptance,
-            "lookup_drafted": self.measured.lookup_share,
-            "learned_drafted": self.measured.learned_share,
+            "drafts": self.measured.drafts,
             "expected_speedup": setting.speedup,
             "expected_acceptance": _share(accepted, expected.drafted + expected.lookup_drafted),
             "tried_thresholds": list(setting.thresholds),
@@ -276,8 +271,9 @@ class LosslessReport:
                 f"best setting: {self._setting()}{expected}",
                 f"measured on {len(self.prompts.calibration)} other prompts, temperature {self.request.temperature:g}: "
                 f"{measured.speedup:.2f}x, "
-                f"{measured.acceptance:.0%} of drafts accepted ({measured.learned_share:.0%} of drafts by the drafter, "
-                f"{measured.lookup_share:.0%} by prompt lookup)"
+                f"{measured.acceptance:.0%} of drafts accepted "
+                f"({measured.share('drafter'):.0%} of drafts by the drafter, "
+                f"{measured.share('lookup'):.0%} by prompt lookup)"
                 + (", every token that of full depth" if self.request.temperature == 0 else ""),
             ]
         else:

@@ -16,6 +16,7 @@ from tide_export.bundle.engine_fields import FP8
 from tide_export.bundle.manifest import INT8_KV
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
+from tide_export.heads.pieces import FC
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
@@ -52,6 +53,8 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
     squared_error = squared = 0.0
     done: set[str] = set()
     for names, whole in _stored(bundle):
+        if names == [FC]:  # of a draft head, not of the model
+            continue
         if any(name not in rows for name in names):
             unknown = next(name for name in names if name not in rows)
             raise BundleError(f"bundle '{bundle.path}' has a quantized matrix {unknown} that {source.name} has not")

@@ -1,0 +1,251 @@
+"""EAGLE-3 heads in the layouts that are published: read, as networks, and drafting in bundles."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plain_graphs import StepGraph
+from random_heads import (
+    CONTEXT,
+    EPSILON,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    VOCABULARY,
+    Eagle3,
+    drafts_cost_no_token,
+    exported,
+    network_equals_step,
+    prompt,
+    target,
+)
+from tiny_configs import LLAMA3
+from torch.nn import functional
+
+from tide_export import names
+from tide_export.bundle.opened import open_bundle
+from tide_export.heads.eagle3 import read_eagle3
+from tide_export.model.source import SourceModel, load_model
+from tide_export.runtime.engine import Engine, load
+from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.verify.quantized import restore
+
+ROPE = LLAMA3["rope_parameters"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def source(model: Path) -> SourceModel:
+    return load_model(str(model))
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight
+
+
+def frequencies(scaled: bool) -> torch.Tensor:
+    """Of the rotary angles; `scaled` as of Llama 3.1, from its paper's code."""
+    plain = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    if not scaled:
+        return plain
+    turns = ROPE["original_max_position_embeddings"] * plain / (2 * torch.pi)
+    low, high = ROPE["low_freq_factor"], ROPE["high_freq_factor"]
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (share + (1 - share) / ROPE["factor"])
+
+
+def published(head: Eagle3, x: torch.Tensor, s: torch.Tensor, scaled: bool, before: bool) -> tuple[torch.Tensor, ...]:
+    """Logits by draft id [S, n] and next states [S, D], of embeddings and states of the positions 0 .. S - 1."""
+    w = {key.removesuffix(".weight").removeprefix("midlayer."): value for key, value in head.weights.items()}
+    normalized = rms(s, w["hidden_norm"])
+    both = torch.cat([rms(x, w["input_layernorm"]), normalized], -1)
+    angles = torch.outer(torch.arange(len(x)).float(), frequencies(scaled))
+
+    def heads(name: str, count: int) -> torch.Tensor:
+        projected = both @ w[f"self_attn.{name}_proj"].T + w.get(f"self_attn.{name}_proj.bias", 0)
+        return projected.view(len(x), count, HEAD_DIM).transpose(0, 1)
+
+    def rotated(name: str, count: int) -> torch.Tensor:
+        split = heads(name, count)
+        if f"self_attn.{name}_norm" in w:
+            split = rms(split, w[f"self_attn.{name}_norm"])
+        a, b = split.chunk(2, -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+    q, k, v = rotated("q", HEADS), rotated("k", KV_HEADS), heads("v", KV_HEADS)
+    k, v = (each.repeat_interleave(HEADS // KV_HEADS, 0) for each in (k, v))
+    scores = (q @ k.transpose(1, 2) * HEAD_DIM**-0.5).masked_fill(torch.ones(len(x), len(x)).triu(1) > 0, -torch.inf)
+    attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+    z = (normalized if before else s) + attended @ w["self_attn.o_proj"].T + w.get("self_attn.o_proj.bias", 0)
+    h = rms(z, w["post_attention_layernorm"])
+    z = z + (functional.silu(h @ w["mlp.gate_proj"].T) * (h @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
+    return rms(z, w["norm"]) @ w["lm_head"].T, z
+
+
+def make(layout: str, folder: Path) -> tuple[Eagle3, Path, bool, bool]:
+    """A head and its folder, whether its rotary angles are scaled, and its residual normalized."""
+    if layout == "eagle":
+        head = Eagle3.random()
+        return head, head.write(folder), False, False
+    if layout == "bin, scaled rotary, biases":
+        head = Eagle3.random(bias=True)
+        head.config |= {"rope_scaling": {key: value for key, value in ROPE.items() if key != "rope_theta"}}
+        return head, head.write_bin(folder), True, False
+    if layout == "whole vocabulary, query norms":
+        head = Eagle3.random(vocabulary=None, query_norms=True)
+        return head, head.write(folder), False, False
+    head = Eagle3.random()
+    return head, head.write_speculators(folder), False, True
+
+
+LAYOUTS = ("eagle", "bin, scaled rotary, biases", "whole vocabulary, query norms", "speculators")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_is_what_its_authors_publish(layout: str, source: SourceModel, tmp_path: Path) -> None:
+    head, folder, scaled, before = make(layout, tmp_path / "head")
+    read = read_eagle3(str(folder), source)
+    generator = torch.Generator().manual_seed(7)
+    x, s = torch.randn(2, 30, 64, generator=generator)
+    expected, following = published(head, x, s, scaled, before)
+    with torch.no_grad():
+        logits, states = read.step(x[None], s[None], torch.arange(30)[None])
+    order = head.tokens.argsort()
+    assert read.tokens.tolist() == head.tokens[order].tolist()
+    torch.testing.assert_close(logits[0], expected[:, order], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states[0], following, rtol=1e-4, atol=1e-4)
+    assert read.layers == LAYERS
+    assert torch.equal(read.fc, head.weights["fc.weight"])
+
+
+def test_layers_are_counted_as_their_publishers_count(source: SourceModel, tmp_path: Path) -> None:
+    nested, top = Eagle3.random(), Eagle3.random()
+    nested.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
+    assert read_eagle3(str(nested.write(tmp_path / "nested")), source).layers == (1, 4, 7)
+    folder = top.write_speculators(tmp_path / "top", eagle_aux_hidden_state_layer_ids=[1, 4, 6])
+    assert read_eagle3(str(folder), source).layers == (1, 4, 6)
+
+
+def test_the_model_s_embedding_may_come_with_it(source: SourceModel, tmp_path: Path) -> None:
+    head = Eagle3.random()
+    head.weights["embed_tokens.weight"] = source.model.get_input_embeddings().weight.detach().half()
+    assert len(read_eagle3(str(head.write(tmp_path / "head")), source).tokens) == 40
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_network_is_the_head_with_rounded_weights(layout: str, source: SourceModel, tmp_path: Path) -> None:
+    _, folder, _, _ = make(layout, tmp_path / "head")
+    network_equals_step(read_eagle3(str(folder), source), tmp_path / "drafter.onnx")
+
+
+# --- in a bundle -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["one segment's layers", "a checkpoint between all layers"])
+def bundle(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """A bundle, and the layers that its head reads after: one of them a checkpoint, one the last."""
+    folder = tmp_path_factory.mktemp("bundles")
+    head = Eagle3.random()
+    if request.param == "one segment's layers":
+        return exported(model, head.write(folder / "head"), folder / "made", (1, 5)), LAYERS, head
+    head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}
+    return exported(model, head.write(folder / "head"), folder / "made", (2, 4)), (1, 4, 7), head
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: tuple[Any, ...]) -> Engine:
+    return load(bundle[0], provider="cpu", threads=1)
+
+
+def hidden_states(source: SourceModel, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """What the model has after each of `layers`, one beside the other, [S, 3 D]."""
+    with torch.no_grad():
+        raw = source.run(torch.tensor([ids]), layers).raw
+    return torch.cat([raw[layer][0] for layer in layers], -1)
+
+
+def test_final_states_are_the_fused_hidden_states(bundle: tuple[Any, ...], engine: Engine, source: SourceModel) -> None:
+    _, layers, head = bundle
+    ids = prompt(VOCABULARY, 20)
+    made = engine.generate(ids, mode="full", max_new_tokens=10, states=True, stop_token_ids=[])
+    expected = hidden_states(source, ids + made.tokens[:-1], layers) @ head.weights["fc.weight"].T
+    assert made.states is not None
+    np.testing.assert_allclose(made.states, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_zeros_stand_for_states_of_earlier_steps(bundle: tuple[Any, ...], source: SourceModel) -> None:
+    """Two tokens exit at different checkpoints, the third runs all layers of all three."""
+    path, layers, head = bundle
+    graph, runs = StepGraph(open_bundle(path)), list[dict[str, np.ndarray]]()
+    network, checkpoints = graph.network, graph.manifest.checkpoints
+
+    def recorded(*arguments: Any) -> dict[str, np.ndarray]:
+        runs.append(network(*arguments))
+        return runs[-1]
+
+    graph.network = recorded
+    ids = prompt(VOCABULARY, 8)
+    graph.step(ids[:5])
+    exits = [graph.step([ids[5]], [NEVER_EXIT, 0.0])[1], graph.step([ids[6]], [0.0, NEVER_EXIT])[1]]
+    graph.step(ids[7:])
+    assert exits == [checkpoints[1], checkpoints[0]]
+    hidden = hidden_states(source, ids, layers).reshape(8, 3, 64)
+    for at, layer in enumerate(layers):
+        hidden[5, at] *= layer > checkpoints[1]
+        hidden[6, at] *= layer > checkpoints[0]
+    expected = hidden.flatten(1) @ head.weights["fc.weight"].T
+    final = [outputs[names.FINAL_STATES] for outputs in runs]
+    assert [states.shape[1] for states in final] == [5, 0, 0, 3]
+    np.testing.assert_allclose(final[0][0], expected[:5], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(final[3][0], expected[5:], rtol=1e-3, atol=1e-3)
+
+
+def test_the_manifest_says_what_it_drafts_with(bundle: tuple[Any, ...], engine: Engine) -> None:
+    path, layers, _ = bundle
+    drafter = engine.manifest.drafter
+    assert drafter is not None
+    assert (drafter.layers, drafter.token_count, drafter.max_tokens) == (layers, 40, CONTEXT)
+    assert drafter.record == {"layout": "EAGLE-3", "head": str(path.parents[1] / "head")}
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.5])
+@pytest.mark.parametrize("drafter", [1, 4])
+def test_drafts_cost_no_token(engine: Engine, drafter: int, threshold: float) -> None:
+    """With a threshold below 1 exits draft too, and states of what they drafted are unknown."""
+    assert drafts_cost_no_token(engine, drafter=drafter, threshold=threshold) > 20
+
+
+def test_other_modes_are_what_they_are_without_it(
+    bundle: tuple[Any, ...], engine: Engine, model: Path, tmp_path: Path
+) -> None:
+    checkpoints = engine.manifest.checkpoints
+    plain = load(exported(model, None, tmp_path / "plain", checkpoints), provider="cpu", threads=1)
+    ids = [prompt(VOCABULARY, length, length) for length in (5, 12, 20)]
+    for mode in ({"mode": "full"}, {"mode": "exit", "threshold": 0.5}, {"mode": "lossless", "threshold": 0.5}):
+        given = {"max_new_tokens": 20, "stop_token_ids": [], "min_layers": 1} | mode
+        if mode["mode"] != "exit":
+            del given["min_layers"]
+        for one, other in zip(engine.generate(ids, **given), plain.generate(ids, **given), strict=True):
+            assert one.tokens == other.tokens
+        if mode["mode"] != "lossless":
+            one, other = engine.generate(ids[0], **given), plain.generate(ids[0], **given)
+            assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
+
+
+@pytest.mark.parametrize("weights", ["int4", "bf16"])
+def test_the_fused_matrix_has_the_bundle_s_precision(weights: str, model: Path, tmp_path: Path) -> None:
+    head = Eagle3.random().write(tmp_path / "head")
+    bundle = exported(model, head, tmp_path / "made", (3,), weights=weights)
+    assert drafts_cost_no_token(load(bundle, provider="cpu", threads=1)) > 20
+    without = exported(model, None, tmp_path / "plain", (3,), weights=weights, validate=False)
+    sizes = [(path / "model.onnx.data").stat().st_size for path in (bundle, without)]
+    assert 0 < sizes[0] - sizes[1] < 64 * 192 * {"int4": 0.75, "bf16": 2}[weights] + 256
+    error = restore(load_model(str(model)), open_bundle(bundle))  # as `validate` does: the head's matrix is no model's
+    assert weights == "bf16" or (error is not None and 0 < error < 0.2)

@@ -1,0 +1,247 @@
+"""Reads EAGLE-3 heads (Li et al. 2025, https://arxiv.org/abs/2503.01840), as EAGLE, SpecForge, AngelSlim and NVIDIA
+publish them, or the package `speculators`.
+
+For a token with embedding x after a position with hidden states a, b, c after three of the model's layers:
+
+    s = fc [a; b; c]
+    z = residual + attention([rms(x) * input_layernorm; rms(s) * hidden_norm])
+    z = z + mlp(rms(z) * post_attention_layernorm)
+    logits = lm_head (rms(z) * norm),  next s = z
+
+The residual is s, or the normalized s (`norm_before_residual`). Logits are of a vocabulary of its own; `d2t` has each
+token's id in the model's less its own.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from tide_export.errors import DraftError, first_line
+from tide_export.heads.head import DraftHead
+from tide_export.model.source import SourceModel
+from tide_export.progress import quiet_transformers
+
+FILES = ("config.json", "*.safetensors", "*.bin")
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
+    *("attention_bias", "mlp_bias"),
+)
+LAYER = "midlayer."  # its name in EAGLE's layout; `speculators` says `layers.0.`
+SPECULATORS_LAYER = "layers.0."
+EMBEDDING_ERROR = 1e-2  # relative, of an embedding in 16 bits that is the model's
+
+
+class Eagle3Step(LlamaPreTrainedModel):
+    """The head's layer and output head, with the parameters' names of EAGLE's layout."""
+
+    def __init__(self, config: LlamaConfig, vocabulary: int, norm_before_residual: bool, query_norms: bool):
+        super().__init__(config)
+        width, epsilon = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.midlayer = nn.Module()
+        self.midlayer.self_attn = (Qwen3Attention if query_norms else LlamaAttention)(config, 0)  # type: ignore[arg-type]
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.midlayer.self_attn, name)
+            wide = nn.Linear(2 * width, narrow.out_features, bias=narrow.bias is not None)
+            setattr(self.midlayer.self_attn, name, wide)
+        self.midlayer.mlp = LlamaMLP(config)
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            setattr(self.midlayer, name, LlamaRMSNorm(width, epsilon))
+        self.norm = LlamaRMSNorm(width, epsilon)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def forward(
+        self, embeddings: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = self.midlayer
+        normalized = layer.hidden_norm(states)
+        residual = normalized if self.norm_before_residual else states
+        attended, _ = layer.self_attn(
+            torch.cat([layer.input_layernorm(embeddings), normalized], -1),
+            position_embeddings=self.rotary_emb(states, position_ids),
+            attention_mask=None,
+        )
+        z = residual + attended
+        z = z + layer.mlp(layer.post_attention_layernorm(z))
+        return self.lm_head(self.norm(z)), z
+
+
+def read_eagle3(name: str, source: SourceModel) -> DraftHead:
+    """Reads the EAGLE-3 head `name`, a folder or hub id, for the model `source`.
+
+    Raises:
+        DraftError: it cannot be read, has another layout, or belongs to another model.
+    """
+    folder = _folder(name)
+    config = _config(folder, name)
+    weights = _weights(folder, name)
+    _check_config(config, name, source)
+    _check_embedding(weights.pop("embed_tokens.weight", None), name, source)
+    offsets, fc = weights.pop("d2t", None), weights.pop("fc.weight", None)
+    weights.pop("t2d", None)
+    width = int(config["hidden_size"])
+    if fc is None or tuple(fc.shape) != (width, 3 * width):
+        what = "none" if fc is None else f"one of {list(fc.shape)}"
+        raise DraftError(f"draft head {name!r} must have a weight fc.weight of {[width, 3 * width]}, and has {what}")
+    tokens, order = _tokens(weights.get("lm_head.weight"), offsets, name, source).sort()
+    weights["lm_head.weight"] = weights["lm_head.weight"][order]
+    step = _step(config, weights, name)
+    return DraftHead("EAGLE-3", name, step, step, tokens.numpy(), layers=_layers(config, name, source), fc=fc.float())
+
+
+def _folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    except Exception as error:  # the hub's client raises many kinds
+        raise DraftError(
+            f"no draft head {name!r}: no such folder, and the hub does not have it or cannot be reached "
+            f"({first_line(error)})"
+        ) from error
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    """The fields of config.json, those of the layer beside the others."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return config | dict(config.get("transformer_layer_config") or {})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DraftError(f"the config.json of draft head {name!r} cannot be read: {first_line(error)}") from error
+
+
+def _weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """All weights, by their names in EAGLE's layout."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    weights: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            plain = file.suffix == ".bin"
+            weights |= torch.load(file, map_location="cpu", weights_only=True) if plain else load_file(file)
+        named = {key.replace(SPECULATORS_LAYER, LAYER, 1): value for key, value in weights.items()}
+    except Exception as error:  # torch and safetensors raise many kinds
+        raise DraftError(f"the weights of draft head {name!r} cannot be read: {first_line(error)}") from error
+    if not named:
+        raise DraftError(f"draft head {name!r} has no weights: neither *.safetensors nor *.bin")
+    return named
+
+
+def _check_config(config: Mapping[str, Any], name: str, source: SourceModel) -> None:
+    if config.get("quantization_config") is not None:
+        raise DraftError(f"draft head {name!r} is quantized: give it as it was before")
+    if config.get("num_hidden_layers", 1) != 1:
+        raise DraftError(
+            f"draft head {name!r} has {config['num_hidden_layers']} layers, and only heads of one are read"
+        )
+    widths = {config.get("hidden_size"), config.get("target_hidden_size") or config.get("hidden_size")}
+    if widths != {source.hidden_size} or source.normalized_size != source.hidden_size:
+        raise DraftError(
+            f"draft head {name!r} is not for this model: its hidden size is {config.get('hidden_size')}, "
+            f"the model's {source.hidden_size}"
+        )
+    vocabulary = config.get("target_vocab_size") or config.get("vocab_size")
+    if vocabulary != source.vocab_size:
+        raise DraftError(
+            f"draft head {name!r} is not for this model: its vocabulary has {vocabulary} tokens, the model's "
+            f"{source.vocab_size}"
+        )
+    eagle = config.get("eagle_config")
+    if isinstance(eagle, dict) and eagle.get("use_aux_hidden_state") is False:
+        raise DraftError(f"draft head {name!r} reads one hidden state of the model, not three: it is no EAGLE-3 head")
+
+
+def _check_embedding(table: torch.Tensor | None, name: str, source: SourceModel) -> None:
+    """Checks that the head's embedding, if it has one, is the model's, which is read in its place."""
+    if table is None:
+        return
+    module = source.model.get_input_embeddings()
+    path = next(path for path, found in source.model.named_modules() if found is module)
+    own = source.weight(f"{path}.weight")
+    rows = min(len(own), len(table))
+    if own.shape[1:] != table.shape[1:] or not torch.allclose(
+        own[:rows], table[:rows].float(), rtol=EMBEDDING_ERROR, atol=EMBEDDING_ERROR * float(own.abs().max())
+    ):
+        raise DraftError(
+            f"draft head {name!r} has an embedding of its own, which is not the model's: such heads are not read"
+        )
+
+
+def _tokens(head: torch.Tensor | None, offsets: torch.Tensor | None, name: str, source: SourceModel) -> torch.Tensor:
+    """The model's token id of each row of the output head."""
+    if head is None or not len(head) or (offsets is not None and offsets.shape != head.shape[:1]):
+        raise DraftError(
+            f"draft head {name!r} must have a weight lm_head.weight, and a number of d2t for each row of it"
+        )
+    tokens = torch.arange(len(head)) + (0 if offsets is None else offsets.long())
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < source.vocab_size:
+        raise DraftError(f"draft head {name!r} proposes tokens that the model does not have: d2t is not for it")
+    if len(tokens.unique()) != len(tokens):
+        raise DraftError(f"draft head {name!r} has several rows for one token: its d2t is damaged")
+    return tokens
+
+
+def _layers(config: Mapping[str, Any], name: str, source: SourceModel) -> tuple[int, ...]:
+    """The layers of the model, after which the head reads hidden states.
+
+    At the top of a config (`speculators`, vLLM) the numbers count layers that have run; in `eagle_config` (SpecForge,
+    NVIDIA, SGLang) they are of the layers themselves, from 0.
+    """
+    depth, key = source.num_layers, "eagle_aux_hidden_state_layer_ids"
+    try:
+        of_layers = (config.get("eagle_config") or {}).get(key)
+        layers = config.get(key) or [int(number) + 1 for number in of_layers or ()] or (2, depth // 2, depth - 3)
+        layers = tuple(int(count) for count in layers)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DraftError(f"the config.json of draft head {name!r} has no usable {key}: {first_line(error)}") from error
+    if len(layers) != 3 or not all(1 <= count <= depth for count in layers):
+        raise DraftError(
+            f"draft head {name!r} reads hidden states after layers {', '.join(map(str, layers))}, and the model has "
+            f"{depth}"
+        )
+    return layers
+
+
+def _step(config: Mapping[str, Any], weights: dict[str, torch.Tensor], name: str) -> PreTrainedModel:
+    try:
+        sizes = {key: config[key] for key in SIZES if config.get(key) is not None}
+        with quiet_transformers():
+            llama = LlamaConfig(**sizes, vocab_size=len(weights["lm_head.weight"]))
+            llama._attn_implementation = "sdpa"  # which is causal without a mask
+            query_norms = f"{LAYER}self_attn.q_norm.weight" in weights
+            norm_before_residual = bool(config.get("norm_before_residual"))
+            step = Eagle3Step(llama, len(weights["lm_head.weight"]), norm_before_residual, query_norms)
+    except Exception as error:  # transformers checks a config in many ways
+        raise DraftError(f"the config.json of draft head {name!r} cannot be used: {first_line(error)}") from error
+    expected = step.state_dict()
+    for key in sorted(expected.keys() ^ weights.keys()):
+        raise DraftError(
+            f"draft head {name!r} has {'no' if key in expected else 'an unknown'} weight {key}: it is no EAGLE-3 head "
+            "of a layout that is known"
+        )
+    for key, value in expected.items():
+        if weights[key].shape != value.shape:
+            raise DraftError(
+                f"draft head {name!r}: weight {key} is {list(weights[key].shape)}, not {list(value.shape)} as its "
+                "config.json says"
+            )
+        if not bool(torch.isfinite(weights[key]).all()):
+            raise DraftError(f"draft head {name!r}: weight {key} holds NaN or infinity")
+    step.load_state_dict({key: value.float() for key, value in weights.items()})
+    return step.eval().requires_grad_(False)

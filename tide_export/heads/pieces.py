@@ -1,0 +1,192 @@
+"""Traces a draft head and cuts it into the pieces that a drafter's networks are composed of."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.convenience as irc
+import torch
+from onnx_ir.passes import common as common_passes
+from transformers import PreTrainedModel
+
+from tide_export.compose.builder import Block, Weights
+from tide_export.compose.cut import is_attention
+from tide_export.compose.drafter import DrafterPieces
+from tide_export.compose.passes.masked_fills import MaskedFillsPass
+from tide_export.compose.passes.rotary_tables import RotaryTablesPass
+from tide_export.compose.passes.static_reshapes import StaticReshapesPass
+from tide_export.compose.step_graph import Fuse
+from tide_export.errors import DraftError, TideError, first_line
+from tide_export.heads.head import DraftHead
+from tide_export.model.quantized_weights import QuantizedWeights
+from tide_export.names import DOMAIN, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
+from tide_export.quantize.matrices import (
+    EXPERT_COUNTS,
+    MIN_SIZE,
+    Matrix,
+    expert_weights,
+    is_linear,
+    parameter_names,
+)
+from tide_export.routers.drafter import CONFIDENCES
+from tide_export.trace.rewriting import FLOAT, dims, nodes_of, present, rank, run_passes, static_dim, typed_value
+from tide_export.trace.tracer import export_graph, symbolic_operators
+
+# Nobody measured what is accepted: as much as the head is confident, until the runtime has seen more.
+ACCEPTANCE = tuple(float(share) for share in (np.array(CONFIDENCES) + np.array([*CONFIDENCES[1:], 1.0])) / 2)
+FC = "draft_head.fc.weight"
+LAYOUT = ("Reshape", "Transpose", "Slice", "Identity", "Cast")  # operators between attention and its values by token
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What a trace reads of a quantized matrix."""
+
+    rows: int
+    columns: int
+
+
+def head_pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
+    """Traces `head` for sequences of at most `max_tokens` rows.
+
+    Raises:
+        DraftError: it cannot be traced, or attends otherwise than a drafter can.
+    """
+    try:
+        return _pieces(head, max_tokens)
+    except DraftError:
+        raise
+    except (TideError, ValueError) as error:
+        raise DraftError(f"draft head {head.name!r} ({head.kind}) cannot be exported: {first_line(error)}") from error
+
+
+def fuse_of(head: DraftHead, quantized: bool) -> Fuse | None:
+    """What makes the head's states of the model's hidden states, if it reads several.
+
+    Args:
+        quantized: the matrix is among the model's quantized ones, as FC, and not stored in the graph.
+    """
+    if head.fc is None:
+        return None
+    block, (width, columns) = Block("fuse", Weights()), head.fc.shape
+    hidden = typed_value("hidden", FLOAT, ["batch", "tokens", columns])
+    shape = ["batch", "tokens", width]
+    if quantized:
+        attributes = {"weights": [FC]}
+        states = block.op(OP_QUANTIZED_MATMUL, [hidden], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
+    else:
+        weight = block.weights.float32(f"{FC}.T", head.fc.T.numpy())
+        states = block.op("MatMul", [hidden, weight], dtype=FLOAT, shape=shape)
+    return Fuse(head.layers, block.model("fuse", [hidden], {"states": states}).graph)
+
+
+def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
+    matrices = {matrix.name: matrix for matrix in matrices_of(head.model)}
+    model = _trace(head, matrices)
+    run_passes(
+        model,
+        common_passes.CommonSubexpressionEliminationPass(),
+        StaticReshapesPass(),
+        MaskedFillsPass(),
+        RotaryTablesPass(max_tokens),
+        common_passes.RemoveUnusedNodesPass(),
+    )
+    graph = model.graph
+    for value in graph.initializers.values():  # copies: the model's weights are freed before the drafter is written
+        tensor = present(value.const_value)
+        value.const_value = ir.tensor(np.array(tensor.numpy()), name=value.name)
+    attention = [node for node in graph if is_attention(node)]
+    if len(attention) != 1:
+        raise DraftError(f"draft head {head.name!r} ({head.kind}) attends {len(attention)} times, not once a layer")
+    kv_shape = tuple(attention[0].attributes[name].as_int() for name in ("kv_num_heads", "head_dim"))
+    attend, propose = _split(graph, attention[0])
+    if static_dim(propose.outputs[0], -1) != len(head.tokens):
+        raise DraftError(f"draft head {head.name!r} ({head.kind}) gives logits of other tokens than the model has")
+    return DrafterPieces(
+        attend,
+        propose,
+        (kv_shape[0], kv_shape[1]),
+        head.tokens,
+        ACCEPTANCE,
+        {name: matrices[name].read() for name in _used(graph)},
+        max_tokens,
+        tuple(sorted(set(head.layers))),
+    )
+
+
+def _trace(head: DraftHead, matrices: dict[str, Matrix]) -> ir.Model:
+    sizes: Any = {name: _Size(*_shape(matrix)) for name, matrix in matrices.items()}
+    width = head.model.config.hidden_size
+    inputs = {
+        "embeddings": torch.zeros(2, 3, width),
+        "states": torch.zeros(2, 3, width),
+        "position_ids": torch.arange(3).expand(2, 3).contiguous(),
+    }
+    with symbolic_operators(head.model, (head.mask,), QuantizedWeights(None, sizes)):
+        return export_graph(head.step, inputs, ("logits", "next_states"), head.model, head.name)
+
+
+def matrices_of(model: PreTrainedModel) -> Iterable[Matrix]:
+    """The matrices that are quantized: of linear modules but gates, and of experts."""
+    names = parameter_names(model)
+    gates = {getattr(model.config, name, None) for name in EXPERT_COUNTS}
+    for module in model.modules():
+        if is_linear(module):
+            weight: torch.nn.Parameter = module.weight  # type: ignore[assignment]
+            if min(weight.shape) >= MIN_SIZE and weight.shape[0] not in gates:
+                yield Matrix(names[id(weight)], weight)
+        for attribute in expert_weights(model, module):
+            weight = getattr(module, attribute)
+            for index in range(len(weight)):
+                yield Matrix(f"{names[id(weight)]}.{index}", weight, bool(module.is_transposed), index)
+
+
+def _shape(matrix: Matrix) -> tuple[int, int]:
+    stored = matrix.parameter.shape if matrix.expert is None else matrix.parameter.shape[1:]
+    rows, columns = stored[::-1] if matrix.transposed else stored
+    return int(rows), int(columns)
+
+
+def _used(graph: ir.Graph) -> list[str]:
+    """Names of the matrices that the graph multiplies by."""
+    plain = [node.attributes["weights"].as_strings()[0] for node in nodes_of(graph, OP_QUANTIZED_MATMUL, DOMAIN)]
+    experts = [
+        f"{node.attributes['weights'].as_strings()[0]}.{index}"
+        for node in nodes_of(graph, OP_EXPERT_MATMUL, DOMAIN)
+        if "weights" in node.attributes
+        for index in range(node.attributes["num_experts"].as_int())
+    ]
+    return list(dict.fromkeys([*plain, *experts]))
+
+
+def _split(graph: ir.Graph, attention: ir.Node) -> tuple[ir.Graph, ir.Graph]:
+    """Cuts the graph after attention: what runs for every row, and what for rows that draft."""
+    attended = attention.outputs[0]
+    while rank(attended) != 3:
+        (reader,) = {use.node for use in attended.uses()}
+        if reader.op_type not in LAYOUT:
+            raise DraftError(f"its attention is followed by {reader.op_type}, which is not understood")
+        attended = reader.outputs[0]
+    after, computed = {attended}, set(graph.inputs)  # values; `computed` from inputs, their shapes aside
+    passed = [attended]  # from one piece to the other
+    for node in graph:
+        inputs = [value for value in node.inputs if value is not None]
+        if node.op_type != "Shape" and not computed.isdisjoint(inputs):
+            computed.update(node.outputs)
+        if node.outputs[0] is not attended and not after.isdisjoint(inputs):
+            after.update(node.outputs)
+            passed += [value for value in inputs if value in computed and value not in after]
+    passed = list(dict.fromkeys(passed))
+    for value in passed:
+        if value.dtype != FLOAT or rank(value) != 3:
+            raise DraftError(f"what follows its attention reads more than states ({value.name})")
+    attend = irc.extract(graph, list(graph.inputs), passed)
+    for value in graph.inputs:
+        for node, index in list(value.uses()):
+            if node.op_type == "Shape" and node.attributes.get_int("end", 2) in (1, 2):
+                node.attributes["end"] = ir.AttrInt64("end", node.attributes.get_int("end", 2))
+                node.replace_input_with(index, attended)
+    attended.shape = ir.Shape([*dims(graph.inputs[0])[:2], static_dim(attended, -1)])
+    return attend, irc.extract(graph, passed, list(graph.outputs))

@@ -1,0 +1,76 @@
+"""A draft head as stages of the flow: read and traced once the model is loaded, composed and written with its graph."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from tide_export import names
+from tide_export.bundle.manifest import Manifest
+from tide_export.compose import propagate, step_graph
+from tide_export.compose.cut import Pieces
+from tide_export.compose.drafter import DrafterPieces
+from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
+from tide_export.heads.eagle3 import read_eagle3
+from tide_export.heads.head import DraftHead
+from tide_export.heads.mtp import read_mtp
+from tide_export.heads.pieces import FC, fuse_of, head_pieces
+from tide_export.model.source import HALF, SourceModel
+from tide_export.pipeline.request import ExportRequest
+from tide_export.pipeline.weights import lowering
+from tide_export.progress import stage
+from tide_export.routers.router_set import RouterSet
+
+
+@dataclass(frozen=True, eq=False)
+class GivenHead:
+    """The draft head and what its drafter is composed of; neither where none is asked for."""
+
+    head: DraftHead | None = None
+    pieces: DrafterPieces | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers run after which it reads hidden states."""
+        return () if self.head is None else self.head.layers
+
+
+def given_head(source: SourceModel, request: ExportRequest, length: int) -> GivenHead:
+    """Reads the draft head, with its own matrix in the type of the graph's, and traces it for sequences of `length`
+    tokens.
+
+    Raises:
+        DraftError: it cannot be read or traced, or is not for this model.
+    """
+    if request.draft_head is None:
+        return GivenHead()
+    with stage("reading the draft head"):
+        head = read_mtp(source) if request.reads_own_head else read_eagle3(request.draft_head, source)
+        if request.half is not None and head.fc is not None:
+            head = replace(head, fc=head.fc.to(HALF[request.half]).float())
+        return GivenHead(head, head_pieces(head, rows_for(length)))
+
+
+def compose(
+    source: SourceModel, request: ExportRequest, pieces: Pieces, routers: RouterSet, given: GivenHead
+) -> ir.Model:
+    """Composes the step graph and lowers it; its final states are those that the draft head reads."""
+    arrays, head = (routers.arrays(), routers.lens_arrays()), given.head
+    if request.propagates:
+        return lowering(source, request)(propagate.compose_propagating(pieces, *arrays))
+    if head is None or head.fc is None:
+        return lowering(source, request)(step_graph.compose(pieces, *arrays))
+    fuse = fuse_of(head, quantized=source.quantized is not None)
+    return lowering(source, request, {FC: head.fc.numpy()})(step_graph.compose(pieces, *arrays, fuse))
+
+
+def write_drafter(folder: Path, manifest: Manifest, given: GivenHead) -> Manifest:
+    """Writes the drafter, if there is one, beside graph and networks; returns the manifest with it."""
+    if given.head is None or given.pieces is None:
+        return manifest
+    record = {"layout": given.head.kind, "head": given.head.name}
+    manifest = replace(manifest, drafter=drafter_info(given.pieces, manifest.model.weights_sha256, record))
+    save_drafter(folder, given.pieces, folder / names.DRAFTER_FILE)
+    if manifest.has_drafter_network:
+        save_drafter_segment(folder, given.pieces, manifest, folder / names.network_file(names.DRAFTER))
+    return manifest
