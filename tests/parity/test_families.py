@@ -8,17 +8,25 @@ features of the rows matter to these prompts.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from drafters import random_drafter
 from families import BRIEF, EXPORTED, FAMILIES, REFUSED, build
 from tiny_configs import CHECKPOINTS
 from tiny_engines import engine_of, lens_at_first, pieces_of, segments_of
 
+from tide_export import names
+from tide_export.bundle.manifest import Drafting
+from tide_export.bundle.opened import open_bundle
+from tide_export.drafting.bundle import write_drafter
+from tide_export.drafting.files import embedding_of
 from tide_export.errors import UnsupportedModelError
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.engine import open_engine
+from tide_export.runtime.engine import load, open_engine
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.trace.rewriting import FLOAT, static_dim
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full, check_lossless
@@ -71,6 +79,8 @@ def test_full_is_hugging_face_and_exit_is_the_oracle(family: str, traces, tmp_pa
             check_drafts(engine, source, rejecting=family in REJECTING)
         if number == 0 or form is LENS_AT_ONE:
             check_segments(family, source, routers, tmp_path / f"bundle-{number}", pieces, middle)
+        if number == 0:
+            check_drafter(source, tmp_path / f"bundle-{number}")
 
 
 @pytest.mark.parametrize("family", BRIEF)
@@ -149,6 +159,25 @@ def check_segments(family: str, source, routers, folder: Path, pieces, threshold
     for max_pending in (1, 16):
         check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, max_pending)
         assert check.holds, (max_pending, check.differences)
+
+
+def check_drafter(source, folder: Path) -> None:
+    """A drafter with random weights finds the model's embedding, and costs no token."""
+    manifest = open_bundle(folder).manifest
+    width = static_dim(embedding_of(folder / names.GRAPH_FILE, FLOAT).graph.outputs[0], -1)
+    tokens = np.arange(0, source.vocab_size, 2)
+    write_drafter(
+        folder, random_drafter(source.normalized_size, width, tokens, weights_sha256=manifest.model.weights_sha256)
+    )
+    free = Drafting((1.0,) * len(CHECKPOINTS), 0, 0, (1.0,) * len(CHECKPOINTS), (0.0,) * 5, {}, 3, 0.0)
+    for provider in ("cpu", "cpu-networks"):
+        engine = load(folder, provider=provider, threads=1).drafting_as(free)
+        for prompt, temperature in zip(PROMPTS[1:], (0.8, 0.0), strict=True):
+            options = {"temperature": temperature, "seed": 4, "max_new_tokens": NEW_TOKENS, "stop_token_ids": []}
+            full = engine.generate(prompt, mode="full", **options)
+            found = engine.generate(prompt, mode="lossless", **options)
+            assert found.tokens == full.tokens
+            assert found.stats.learned_drafted > 0
 
 
 @pytest.mark.parametrize("family", REFUSED)
