@@ -272,6 +272,21 @@ def test_the_command_says_it_in_one_line(float_model: Path, tmp_path: Path, caps
     assert not (tmp_path / "out").exists()
 
 
+def test_fp8_whose_config_does_not_say_so_is_refused(tmp_path: Path) -> None:
+    """As ModelOpt writes it, beside `hf_quant_config.json`: transformers alone would read it without its scales."""
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(LLAMA).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in filter(QUANTIZED.search, list(tensors)):
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors |= {f"{name}_scale": scale, f"{name.removesuffix('weight')}input_scale": torch.tensor(0.1)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(ModelError, match=r"is quantized, as .*scale says, and its config\.json does not say how"):
+        load_model(str(folder))
+
+
 SPOILED: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "no scales": (lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.scales"), "has a qweight but no scales"),
     "too short": (

@@ -35,6 +35,7 @@ from tide_export.progress import quiet_transformers
 logger = logging.getLogger(__name__)
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALES = ("weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale")  # names of tensors of FP8 and NVFP4
 HASH_CHUNK = 2**22  # numbers hashed at a time, which bounds the temporary memory
 
 
@@ -254,6 +255,12 @@ def load_model(
             key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])
         )[0]
         raise ModelError(f"model {name!r} has no usable weight for {problem}: the checkpoint does not fit its config")
+    scale = next((key for key in sorted(info["unexpected_keys"]) if key.rpartition(".")[2] in SCALES), None)
+    if scale is not None:
+        raise ModelError(
+            f"model {name!r} is quantized, as {scale} says, and its config.json does not say how: its weights would be "
+            "read without their scales; export the model it was made from"
+        )
     return wrap_model(model if device_map is not None else model.to(device), name, remote_code)
 
 
