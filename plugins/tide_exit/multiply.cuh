@@ -14,35 +14,39 @@ constexpr int kWarps = kThreads / 32, kTile = 128;  // columns at a time
 constexpr int kDeep = 8;  // rows that a thread has under way
 constexpr int kPartialSums = kWarps * kSlots * kTile;  // floats
 
-// Adds the product of every kWarps-th row, from `warp` on, with columns `column` to `column` + 3 to `sum`.
-template <bool kFours, class W>
-TIDE_DEVICE void multiply_rows(const float* x, int rows, const W* w, int64_t stride, int columns, int warp, int column,
+// Reads kRows rows of weights, kWarps apart, and adds their products with columns `column` to `column` + 3 to `sum`.
+template <int kRows, bool kFours, class W>
+TIDE_DEVICE void multiply_some(const float* x, const W* at, int64_t step, int columns, int column,
                                float (&sum)[kSlots][4]) {
-  const W* at = w + warp * stride + column;
-  for (int first = warp; first < rows; first += kWarps * kDeep) {
-    Four<W> weights[kDeep];
-    TIDE_UNROLL
-    for (int i = 0; i < kDeep; ++i) {
-      if (first + i * kWarps >= rows) break;
-      if (kFours) {
-        weights[i] = *reinterpret_cast<const Four<W>*>(at);
-      } else {
-        TIDE_UNROLL
-        for (int j = 0; j < 4; ++j) weights[i].item[j] = column + j < columns ? at[j] : from_float<W>(0.0f);
-      }
-      at += kWarps * stride;
-    }
-    TIDE_UNROLL
-    for (int i = 0; i < kDeep; ++i) {
-      const int row = first + i * kWarps;
-      if (row >= rows) break;
-      const Four<float> state = *reinterpret_cast<const Four<float>*>(x + row * kSlots);
+  Four<W> weights[kRows];
+  TIDE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    if (kFours) {
+      weights[i] = *reinterpret_cast<const Four<W>*>(at + i * step);
+    } else {
       TIDE_UNROLL
-      for (int slot = 0; slot < kSlots; ++slot)
-        TIDE_UNROLL
-        for (int j = 0; j < 4; ++j) sum[slot][j] = fmaf(state.item[slot], to_float(weights[i].item[j]), sum[slot][j]);
+      for (int j = 0; j < 4; ++j) weights[i].item[j] = column + j < columns ? at[i * step + j] : from_float<W>(0.0f);
     }
   }
+  TIDE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    const Four<float> state = *reinterpret_cast<const Four<float>*>(x + i * kWarps * kSlots);
+    TIDE_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot)
+      TIDE_UNROLL
+      for (int j = 0; j < 4; ++j) sum[slot][j] = fmaf(state.item[slot], to_float(weights[i].item[j]), sum[slot][j]);
+  }
+}
+
+// Adds the product of every kWarps-th row, from `warp` on, with columns `column` to `column` + 3 to `sum`, in order: kDeep
+// rows at a time, and half as many where there are no more. A loop that may end between rows under way would keep their
+// weights on the stack.
+template <int kRows, bool kFours, class W>
+TIDE_DEVICE void multiply_rows(const float* x, int rows, const W* w, int64_t stride, int columns, int row, int column,
+                               float (&sum)[kSlots][4]) {
+  for (; row + (kRows - 1) * kWarps < rows; row += kRows * kWarps)
+    multiply_some<kRows, kFours>(x + row * kSlots, w + row * stride + column, kWarps * stride, columns, column, sum);
+  if constexpr (kRows > 1) multiply_rows<kRows / 2, kFours>(x, rows, w, stride, columns, row, column, sum);
 }
 
 // Calls out(slot, column, sum) with the sum of x[row][slot] * w[row * stride + column] over all rows, for all columns.
@@ -56,8 +60,8 @@ TIDE_DEVICE void multiply(Block& block, const float* x, int rows, const W* w, in
       const int warp = thread / 32, lane = thread % 32;
       const int column = tile + lane * 4;
       float sum[kSlots][4] = {};
-      if (column < columns && fours) multiply_rows<true>(x, rows, w, stride, columns, warp, column, sum);
-      if (column < columns && !fours) multiply_rows<false>(x, rows, w, stride, columns, warp, column, sum);
+      if (column < columns && fours) multiply_rows<kDeep, true>(x, rows, w, stride, columns, warp, column, sum);
+      if (column < columns && !fours) multiply_rows<kDeep, false>(x, rows, w, stride, columns, warp, column, sum);
       TIDE_UNROLL
       for (int slot = 0; slot < kSlots; ++slot)
         TIDE_UNROLL

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("TIDE_REQUIRE_NVCC") == "1"  # CI: a missing compiler fails instead of skipping
 KERNELS_EMULATED = "tide_kernels_emulated"
+DECLARED = Path(__file__).parent / "declared"  # the little of TensorRT's headers that the plugins use
 
 
 def need(condition: bool, reason: str) -> None:
@@ -26,9 +27,10 @@ def cuda_headers() -> str | None:
     return str(found[0]) if found else None
 
 
-def tensorrt_root() -> str | None:
+def tensorrt_root() -> str:
+    """The folder with TensorRT's headers: TENSORRT_ROOT, or `DECLARED` where it has none."""
     root = os.environ.get("TENSORRT_ROOT")
-    return root if root and (Path(root) / "include" / "NvInfer.h").is_file() else None
+    return root if root and (Path(root) / "include" / "NvInfer.h").is_file() else str(DECLARED)
 
 
 class Builds:
@@ -42,14 +44,14 @@ class Builds:
         build = self.folder / preset
         with (self.folder / f"{preset}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            given = [f"-DTENSORRT_ROOT={tensorrt_root() or ''}", "-DTIDE_WARNINGS_AS_ERRORS=ON", *options]
+            given = [f"-DTENSORRT_ROOT={tensorrt_root()}", "-DTIDE_WARNINGS_AS_ERRORS=ON", *options]
             log = run(["cmake", "--preset", preset, "-B", str(build), *given])
             (self.folder / f"{preset}.log").write_text(log)
             run(["cmake", "--build", str(build), "--target", target, "--parallel", "2"])
         return build
 
     def kernels(self) -> Path:
-        """Builds the kernels with nvcc, and the plugins where there are TensorRT headers.
+        """Builds the kernels and the plugins with nvcc.
 
         Optimized less than for users, and for one architecture without clusters and one with them, unless a GPU will
         run it: a sixth of the time.
