@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("chat", [True, False])
 def test_shipped_prompts_are_many_and_none_is_of_the_benchmark(chat: bool) -> None:
     prompts = shipped_prompts(0, 5000, chat)
-    assert len(set(prompts)) == 5000
+    assert len(prompts) == 5000
+    assert 30 < len(set(prompts.values())) < 500, "of many forms"
     assert prompts == shipped_prompts(0, 5000, chat)
     assert len(set(prompts) & set(shipped_prompts(1, 5000, chat))) < 2500
     for prompt in prompts:
@@ -55,6 +56,17 @@ def test_held_out_prompts_are_never_trained_on() -> None:
     assert not {request.ids for request in held_out} & {request.ids for request in requests if not request.held_out}
     assert len({request.seed for request in requests}) == 3000
     assert prompts.request(17) == prompts.request(17)
+
+
+def test_forms_of_held_out_prompts_are_never_trained_on() -> None:
+    forms = {f"{form} {n}": f"form {form}" for form in range(20) for n in range(30)}
+    prompts = Prompts(list(forms), Letters(), 100, 0, forms)  # type: ignore[arg-type]
+    requests = [prompts.request(number) for number in range(2000)]
+    of_ids = {tuple(ord(letter) % 100 for letter in text): form for text, form in forms.items()}
+    held_out = {of_ids[request.ids] for request in requests if request.held_out}
+    trained = {of_ids[request.ids] for request in requests if not request.held_out}
+    assert (len(held_out), len(trained)) == (2, 18)
+    assert not held_out & trained
 
 
 def test_two_prompts_are_enough(tmp_path: Path) -> None:

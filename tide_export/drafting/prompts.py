@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("tide_export")
 MAX_PROMPT_TOKENS = 512
 MAX_PROMPTS = 20_000
 HELD_OUT_PROMPTS = 100  # at most; also the most answers that acceptance is measured on
-HELD_OUT_SHARE = 0.1  # of the prompts, at most
+HELD_OUT_SHARE = 0.1  # of the prompts, or of the forms of shipped ones, at most
 HELD_OUT_EVERY = 10  # until there are as many as wanted, every tenth answer is held out
 
 
@@ -37,17 +37,31 @@ class Request:
 class Prompts:
     """Prompts in random order. The answers to some are never trained on, however often they are answered."""
 
-    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int, seed: int) -> None:
+    def __init__(
+        self,
+        texts: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        seed: int,
+        forms: Mapping[str, str] | None = None,
+    ) -> None:
         """Takes different texts, two or more.
 
         Args:
             limit: tokens of a prompt at most; longer ones are passed over.
             seed: of the order and the answers.
+            forms: that texts were filled from: answers to others of a form say little of answers to new prompts, so all
+                of a form are held out, or none. None: each text is one of its own.
         """
         self._tokenizer, self._limit, self._seed = tokenizer, limit, seed
         shuffled = random.Random(seed).sample(texts, len(texts))
-        held_out = max(1, min(HELD_OUT_PROMPTS, int(HELD_OUT_SHARE * len(shuffled))))
-        self._held_out, self._training = shuffled[:held_out], shuffled[held_out:]
+        form_of = forms or {text: text for text in shuffled}
+        names = list(dict.fromkeys(form_of[text] for text in shuffled))
+        held_out = set(names[: max(1, int(HELD_OUT_SHARE * len(names)))])
+        self._held_out = [text for text in shuffled if form_of[text] in held_out][:HELD_OUT_PROMPTS]
+        if forms is None:
+            held_out = set(self._held_out)
+        self._training = [text for text in shuffled if form_of[text] not in held_out]
         self._encoded: dict[str, tuple[int, ...]] = {}
 
     @property
@@ -125,7 +139,8 @@ def choose_prompts(
                 "the model has no chat template: it continues shipped beginnings of texts and code; --prompts with "
                 "text as it will be given makes better drafts"
             )
-        return Prompts(shipped_prompts(config.seed, MAX_PROMPTS, chat), tokenizer, limit, config.seed)
+        forms = shipped_prompts(config.seed, MAX_PROMPTS, chat)
+        return Prompts(list(forms), tokenizer, limit, config.seed, forms)
     prompts = Prompts(texts[:MAX_PROMPTS], tokenizer, limit, config.seed)
     usable = [text for text in texts[:MAX_PROMPTS] if prompts.encode(text)]
     if len(usable) < 2:

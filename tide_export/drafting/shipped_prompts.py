@@ -17,8 +17,8 @@ TYPO_RATE = 0.08  # of their words
 ATTEMPTS = 20  # per prompt, to find one that is new
 
 
-def shipped_prompts(seed: int, count: int, chat: bool) -> list[str]:
-    """Returns about `count` different prompts.
+def shipped_prompts(seed: int, count: int, chat: bool) -> dict[str, str]:
+    """Returns about `count` different prompts, each with the form that it was filled from.
 
     Args:
         chat: prompts for a model that answers; otherwise beginnings of texts and code, which a model continues.
@@ -27,13 +27,14 @@ def shipped_prompts(seed: int, count: int, chat: bool) -> list[str]:
     families = content["prompts" if chat else "beginnings"]
     weights = [family["weight"] for family in families]
     generator = random.Random(seed)
-    prompts: dict[str, None] = {}
+    prompts: dict[str, str] = {}
     for _ in range(count * ATTEMPTS):
         if len(prompts) == count:
             break
         family = generator.choices(families, weights)[0]
-        prompts[_filled(generator.choice(family["forms"]), content["words"], generator, {})] = None
-    return list(prompts)
+        form = generator.choice(family["forms"])
+        prompts.setdefault(_filled(form, content["words"], generator, {}), form)
+    return prompts
 
 
 def _filled(form: str, words: Mapping[str, Sequence[str]], generator: random.Random, chosen: dict[str, str]) -> str:
