@@ -55,7 +55,8 @@ class Eagle3Step(LlamaPreTrainedModel):
         width, epsilon = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = norm_before_residual
         self.midlayer = nn.Module()
-        self.midlayer.self_attn = (Qwen3Attention if query_norms else LlamaAttention)(config, 0)  # type: ignore[arg-type]
+        attention: Any = Qwen3Attention if query_norms else LlamaAttention
+        self.midlayer.self_attn = attention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.midlayer.self_attn, name)
             wide = nn.Linear(2 * width, narrow.out_features, bias=narrow.bias is not None)

@@ -134,7 +134,7 @@ def matrices_of(model: PreTrainedModel) -> Iterable[Matrix]:
     gates = {getattr(model.config, name, None) for name in EXPERT_COUNTS}
     for module in model.modules():
         if is_linear(module):
-            weight: torch.nn.Parameter = module.weight  # type: ignore[assignment]
+            weight = module.get_parameter("weight")
             if min(weight.shape) >= MIN_SIZE and weight.shape[0] not in gates:
                 yield Matrix(names[id(weight)], weight)
         for attribute in expert_weights(model, module):

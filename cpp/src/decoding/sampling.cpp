@@ -296,6 +296,8 @@ std::optional<LikelyDraft> Sampler::draft(float const* logits, std::vector<std::
   constexpr float kLeft = -1e30f;  // in place of the logits of other tokens, finite for hooks
   std::int64_t const* ids = tokens.data();
   std::size_t count = tokens.size();
+  // A drafter that overflows drafts nothing; only the model's own logits are an error.
+  if (!std::all_of(logits, logits + count, [](float logit) { return std::isfinite(logit); })) return std::nullopt;
   if (processing_) {
     all_.assign(vocabulary, kLeft);
     for (std::size_t i = 0; i < count; ++i) all_[static_cast<std::size_t>(tokens[i])] = logits[i];

@@ -29,7 +29,6 @@ std::unique_ptr<Drafts> SegmentBackend::start_drafts(std::size_t slots) {
       buffers = std::make_unique<DraftBuffers>(*drafter_spec_, open_device_(NetworksOf::drafter), *manifest().networks,
                                                *drafts_info_, count);
     }
-    for (std::size_t slot = 0; slot < buffers->slots(); ++slot) buffers->clear(slot);
     return std::make_unique<SegmentedDrafts>(*this, std::move(buffers));
   });
 }

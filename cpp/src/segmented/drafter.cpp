@@ -68,9 +68,10 @@ void DraftBuffers::clear(std::size_t slot) {
 
 std::vector<DraftResult> DraftBuffers::run(std::vector<SlotDraft> const& drafts) {
   std::vector<SlotDraft const*> by_slot(slots());
-  std::vector<std::int64_t> done(slots()), before = lengths_;
+  std::vector<std::int64_t> done(slots());
   for (SlotDraft const& draft : drafts) {
     by_slot[draft.slot] = &draft;
+    if (draft.rows.before == 0) clear(draft.slot);  // of what an earlier sequence left there
     lengths_[draft.slot] = std::min(lengths_[draft.slot], draft.rows.before);
   }
   try {
@@ -89,7 +90,7 @@ std::vector<DraftResult> DraftBuffers::run(std::vector<SlotDraft> const& drafts)
       }
     }
   } catch (...) {
-    for (SlotDraft const& draft : drafts) lengths_[draft.slot] = std::min(before[draft.slot], draft.rows.before);
+    for (SlotDraft const& draft : drafts) lengths_[draft.slot] = std::min(lengths_[draft.slot], draft.rows.before);
     throw;
   }
   std::vector<DraftResult> results;

@@ -28,7 +28,6 @@ class DraftBuffers {
   std::size_t slots() const { return lengths_.size(); }
   DraftsInfo const& info() const { return info_; }
 
-  void clear(std::size_t slot);                                // zeroes what was written in a slot, and removes its rows
   void leave(std::size_t slot) noexcept { lengths_[slot] = 0; }  // removes the rows of a slot
 
   // See `Drafts::run`.
@@ -38,6 +37,8 @@ class DraftBuffers {
   enum Input : std::size_t { kLengths, kLast, kIds, kStates };  // parts of the small inputs
   enum Output : std::size_t { kLogits, kNewStates };            // and of the small outputs
 
+  // Zeroes what was written in a slot, and removes its rows: zero times NaN would be NaN.
+  void clear(std::size_t slot);
   void run(Run const& run, std::vector<SlotDraft const*> const& by_slot, std::vector<std::int64_t> const& done);
 
   NetworkSpec const& spec_;

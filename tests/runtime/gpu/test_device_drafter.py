@@ -1,11 +1,13 @@
 """A drafter among segment networks, on the host and on the stand-in GPU, where its runs are recorded and replayed: the
 full model's tokens; one launch and one wait a draft; and what becomes of a run that fails."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from caller_networks import CallersNetworks, callers_engine
+from caller_networks import CallersNetworks, Run, callers_engine
 from drafters import drafting_copy
 from fake_cudart import FakeCudart
 from generations import NEW_TOKENS, PROMPTS, alone, together, tokens_of
@@ -98,3 +100,19 @@ def test_a_drafter_without_an_engine_does_not_draft_on_engines(drafting: Path, t
     assert made.tokens == alone(engine, PROMPTS[1:2], mode="full")[0].tokens
     assert made.stats.learned_drafted == 0
     assert engine.seconds_of_draft(3) is None
+
+
+def test_what_a_sequence_left_does_not_spoil_the_next_one_s_drafts(callers: tuple[Engine, CallersNetworks]) -> None:
+    """Attention multiplies what it masks by zero, and zero times NaN is NaN."""
+    engine, networks = callers
+    expected = alone(engine, PROMPTS[1:2], **LOSSLESS)[0].stats.drafts
+
+    def overflows(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
+        if run[0] == names.DRAFTER:
+            tensors[names.present(0, "value")][:, :, :8] = np.nan
+
+    networks.after = overflows  # then the drafter gives NaN, and drafts nothing
+    full = alone(engine, PROMPTS[1:2], mode="full")[0].tokens
+    assert alone(engine, PROMPTS[1:2], **LOSSLESS)[0].tokens == full
+    networks.after = lambda run, tensors: None
+    assert alone(engine, PROMPTS[1:2], **LOSSLESS)[0].stats.drafts == expected
