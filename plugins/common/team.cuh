@@ -1,5 +1,4 @@
-// Teams of thread blocks, as stages and phases, so that one kernel body runs on a GPU and, compiled by a C++ compiler, on
-// a CPU.
+// Teams of thread blocks, as stages and phases.
 //
 // A team works on one group of slots in one launch: a cluster, whose blocks read each other's shared memory, from compute
 // capability 9.0 on; before it, some blocks of a cooperative launch, which exchange values in global memory.
@@ -10,39 +9,20 @@
 // whose body calls `team.stage([&](Block& block) {...})`, which runs once per block, and in it `block.phase([&](int
 // thread) {...})`, which runs once per thread. A barrier of the block ends a phase, and one of the team a stage. A block
 // keeps values in `block.shared`; other blocks read those in its region, `block.region(rank)`.
-//
-// The emulation is how kernels are tested where there is no GPU: it runs the threads of a phase, the blocks of a stage and
-// the teams in an order that a seed shuffles, with NaN in shared memory beforehand, under an address sanitizer if the
-// build asks for one. Two threads of one phase, or two blocks of one stage, that touch the same memory give results that
-// change with the seed; memory read before it is written gives NaN.
 #pragma once
 
-#if defined(__CUDACC__)
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
-#else
-#include <cuda_runtime_api.h>
-#endif
 
 #include <algorithm>
 #include <cstdint>
 
-#if defined(__CUDACC__)
+#include "common/device.cuh"
+
 #define TIDE_DEVICE __device__ __forceinline__
 #define TIDE_BOTH __host__ __device__ __forceinline__
 #define TIDE_UNROLL _Pragma("unroll")
 #define TIDE_UNROLL_BY_16 _Pragma("unroll 16")
-#else
-#include <cstring>
-#include <limits>
-#include <numeric>
-#include <utility>
-#include <vector>
-#define TIDE_DEVICE inline
-#define TIDE_BOTH inline
-#define TIDE_UNROLL
-#define TIDE_UNROLL_BY_16
-#endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define TIDE_CLUSTERS 1
@@ -76,8 +56,6 @@ inline int64_t exchange_bytes(int64_t groups, Sizes sizes) {
   return (groups < kLoneTeams ? groups : kLoneTeams) * kMaxBlocks * sizes.region * int64_t{sizeof(float)};
 }
 
-#if defined(__CUDACC__)
-
 class Block {
  public:
   int rank, blocks;  // of how many in the team
@@ -109,6 +87,12 @@ class Block {
     __syncthreads();
   }
 
+  // Without a barrier, where the end of the stage or of the kernel follows.
+  template <class Phase>
+  TIDE_DEVICE void last_phase(Phase run) {
+    run(static_cast<int>(threadIdx.x));
+  }
+
  private:
   float* own_;
   int64_t size_ = 0;
@@ -127,7 +111,7 @@ class Team {
     if (data == nullptr) return;
     const char* at = static_cast<const char*>(data) + (int64_t{block_.rank} * kThreads + threadIdx.x) * 128;
     for (const char* end = static_cast<const char*>(data) + bytes; at < end; at += int64_t{block_.blocks} * kThreads * 128)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+      prefetch_line(at);
 #endif
   }
 
@@ -161,8 +145,7 @@ class Team {
 template <class Kernel>
 __global__ void __launch_bounds__(kThreads, 1)
     entry(const __grid_constant__ Layout layout, const __grid_constant__ typename Kernel::Args args) {
-  extern __shared__ __align__(16) float memory[];
-  Team team(layout, memory);
+  Team team(layout, shared_memory());
   Kernel::run(team, args);
 }
 
@@ -226,113 +209,6 @@ cudaError_t launch(const typename Kernel::Args& args, int64_t groups, void* exch
   config.gridDim = dim3(static_cast<unsigned>(teams * layout.blocks));
   return cudaLaunchKernelEx(&config, entry<Kernel>, layout, args);  // this launch's error, not one that was there before
 }
-
-#else
-
-struct Emulation {
-  uint64_t order = 0;  // of threads, blocks and teams: 0 is ascending, anything else a shuffle
-  int compute_capability = 8;  // major
-};
-
-inline Emulation& emulation() {
-  static Emulation settings;
-  return settings;
-}
-
-// Calls run(0), run(1), ... run(count - 1) in the emulation's order.
-template <class Run>
-void in_emulated_order(int64_t count, uint64_t salt, Run run) {
-  if (emulation().order == 0) {
-    for (int64_t i = 0; i < count; ++i) run(i);
-    return;
-  }
-  std::vector<int64_t> order(static_cast<size_t>(count));
-  std::iota(order.begin(), order.end(), int64_t{0});
-  uint64_t state = emulation().order * 0x9E3779B97F4A7C15ull + salt;
-  for (int64_t i = count; i > 1; --i) {  // Fisher-Yates on a linear congruential generator
-    state = state * 6364136223846793005ull + 1442695040888963407ull;
-    std::swap(order[static_cast<size_t>(i - 1)], order[static_cast<size_t>((state >> 33) % static_cast<uint64_t>(i))]);
-  }
-  for (int64_t i : order) run(i);
-}
-
-class Block {
- public:
-  int rank = 0, blocks = 0;
-  float* shared = nullptr;
-  std::vector<float*> regions;  // of all blocks of the team
-
-  float* region(int of) const { return regions[static_cast<size_t>(of)]; }
-
-  template <class Phase>
-  void phase(Phase run) {
-    in_emulated_order(kThreads, ++phases_, [&](int64_t thread) { run(static_cast<int>(thread)); });
-  }
-
- private:
-  uint64_t phases_ = 0;
-};
-
-class Team {
- public:
-  int64_t number = 0, count = 0;
-
-  Team(int64_t number_, int64_t count_, const Layout& layout, Sizes sizes) : number(number_), count(count_) {
-    const float nan = std::numeric_limits<float>::quiet_NaN();
-    std::vector<float*> regions;
-    for (int rank = 0; rank < layout.blocks; ++rank) {
-      memories_.emplace_back(static_cast<size_t>(sizes.shared), nan);
-      regions_.emplace_back(static_cast<size_t>(sizes.region), nan);
-      regions.push_back(layout.exchange == nullptr ? regions_.back().data()
-                                                   : layout.exchange + (number * layout.blocks + rank) * layout.region);
-    }
-    for (int rank = 0; rank < layout.blocks; ++rank) {
-      Block block;
-      block.rank = rank;
-      block.blocks = layout.blocks;
-      block.shared = memories_[static_cast<size_t>(rank)].data();
-      block.regions = regions;
-      blocks_.push_back(block);
-    }
-  }
-
-  void prefetch(const void*, int64_t) {}
-  void wait_for_inputs() {}
-
-  template <class Stage>
-  void last_stage(Stage run) {
-    stage(run);
-  }
-
-  template <class Stage>
-  void stage(Stage run) {
-    in_emulated_order(static_cast<int64_t>(blocks_.size()), ++stages_,
-                      [&](int64_t rank) { run(blocks_[static_cast<size_t>(rank)]); });
-  }
-
- private:
-  std::vector<Block> blocks_;
-  std::vector<std::vector<float>> memories_, regions_;
-  uint64_t stages_ = 0;
-};
-
-// As on a GPU: 16 blocks to a cluster on compute capability 9 and 10, 8 on later ones, 16 without clusters.
-template <class Kernel>
-cudaError_t launch(const typename Kernel::Args& args, int64_t groups, void* exchange, cudaStream_t) {
-  const int capability = emulation().compute_capability;
-  const bool clusters = capability >= 9;
-  const int blocks = capability > 10 ? kMaxBlocks / 2 : kMaxBlocks;
-  const Sizes sizes = Kernel::sizes(args, blocks);
-  const Layout layout{blocks, sizes.region, clusters ? nullptr : static_cast<float*>(exchange)};
-  const int64_t teams = clusters ? groups : std::min(groups, int64_t{kLoneTeams});
-  in_emulated_order(teams, 0, [&](int64_t number) {
-    Team team(number, teams, layout, sizes);
-    Kernel::run(team, args);
-  });
-  return cudaSuccess;
-}
-
-#endif
 
 // Folds kCount values in shared memory into the first kKept, a value i with those at i + n * kKept, always in the same
 // order. Afterwards every thread may read them. Both are powers of two.

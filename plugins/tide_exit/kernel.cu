@@ -147,7 +147,7 @@ struct Exit {
         mean[thread] = kind == TIDE_NORM_LAYER && of.count > 0 ? of.scratch[thread] / static_cast<float>(of.count) : 0.0f;
     });
     sum([&](float x, int slot) { return (x - mean[slot]) * (x - mean[slot]); });
-    block.phase([&](int thread) {
+    block.last_phase([&](int thread) {
       if (thread >= kSlots) return;
       float* own = block.region(block.rank) + of.region.moments + thread * 3;
       own[0] = static_cast<float>(of.count);
@@ -238,10 +238,11 @@ struct Exit {
     });
   }
 
+  // A thread takes the channels that it takes in `gather`, with which the team's next group begins, without a barrier.
   static TIDE_DEVICE void scatter(Block& block, const Group& of) {
     const Args& args = of.args;
     const float* verdicts = block.region(block.rank) + of.region.verdicts;
-    block.phase([&](int thread) {
+    block.last_phase([&](int thread) {
       for (int slot = 0; slot < kSlots && of.first + slot < args.slots; ++slot) {
         if (verdicts[slot] == 0.0f) continue;
         T* row = static_cast<T*>(args.exit_states) + (of.first + slot) * args.exit_rows * args.hidden + of.begin;

@@ -1,7 +1,5 @@
 #include "tide_exit/plugin.h"
 
-#include <limits>
-
 namespace tide {
 
 using namespace nvinfer1;
@@ -135,7 +133,8 @@ void TideExit::launch(PluginTensorDesc const* desc, PluginTensorDesc const*, voi
   args.exit_states = outputs[kNewExitStates];
   args.scores = static_cast<float*>(outputs[kScore]);
   args.exits = static_cast<int32_t*>(outputs[kExits]);
-  check(tide_exit(&args, workspace, std::numeric_limits<int64_t>::max(), stream));
+  // TensorRT gives no size: it asked for that of the largest shapes, which is no smaller.
+  check(tide_exit(&args, workspace, tide_exit_workspace(&args), stream));
 }
 
 }  // namespace tide

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from native_builds import KERNELS_EMULATED, Builds, cuda_headers, need
+from native_builds import KERNELS_EMULATED, Builds, need
 
 
 @pytest.fixture(scope="session")
@@ -17,19 +17,16 @@ def builds(shared: Path) -> Builds:
 
 
 @pytest.fixture(scope="session")
-def emulated_library(builds: Builds) -> Path:
-    """libtide_kernels_emulated.so."""
+def emulated(builds: Builds) -> Path:
+    """The folder with the kernels for the CPU, without clusters and with them: libtide_kernels_sm75.so and _sm90.so."""
     need(shutil.which("cmake") is not None, "there is no cmake")
-    need(cuda_headers() is not None, "there are no CUDA headers")
-    build = builds.emulated(KERNELS_EMULATED)
-    return build / "plugins" / "emulated" / "libtide_kernels_emulated.so"
+    return builds.emulated(KERNELS_EMULATED)
 
 
 @pytest.fixture(scope="session")
-def emulated_plugins(builds: Builds, emulated_library: Path) -> Path:
+def emulated_plugins(builds: Builds, emulated: Path) -> Path:
     """libtide_plugins_emulated.so."""
-    builds.emulated("tide_plugins_emulated")
-    return emulated_library.with_name("libtide_plugins_emulated.so")
+    return builds.emulated("tide_plugins_emulated") / "libtide_plugins_emulated.so"
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
-"""The kernel's own code on the CPU: every value against float64, every write where it belongs, and no race.
-
-Teams, blocks, threads, stages and phases are those of the GPU build (plugins/common/team.cuh); what only a GPU has, its
-memory system and barriers, is not in these tests but in tests/gpu.
+"""The kernel on the CPU, each of its threads a fibre (`fibres/`): every value against float64, every write where it
+belongs, what is launched. Races and barriers: test_kernel_barriers.py; a GPU's own memory and time: tests/gpu.
 """
 
 import os
@@ -11,23 +9,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fibre_runner import CLUSTERS, LONE, SMALL_CLUSTERS, FibreRunner
 from kernel_cases import CASES, LAYER, NONE, RMS, B, ExitCase, F, H, run_all, tolerance
 from kernel_checks import check_exit, check_nan, check_slots_alone, exit_args, exit_data, run_exit
-from kernel_runner import Runner, tk
-from native_builds import KERNELS_EMULATED, ROOT, cuda_headers, need
-
-LONE, CLUSTERS, SMALL_CLUSTERS = 8, 9, 12  # compute capabilities: no clusters, clusters of 16 blocks, and of 8
+from kernel_runner import tk
+from native_builds import KERNELS_EMULATED, ROOT, need
 
 
 @pytest.fixture(scope="module")
-def runner(emulated_library: Path) -> Runner:
-    return Runner(emulated_library)
+def runners(emulated: Path) -> dict[bool, FibreRunner]:
+    return {clusters: FibreRunner(emulated / f"libtide_kernels_sm{90 if clusters else 75}.so") for clusters in (0, 1)}
 
 
 @pytest.fixture
-def emulate(runner: Runner):
-    yield runner.kernels.emulate
-    runner.kernels.emulate()
+def emulate(runners):
+    def choose(order: int, capability: int, processors: int = 64) -> FibreRunner:
+        runner = runners[capability >= CLUSTERS]
+        runner.emulate(order, capability, processors)
+        return runner
+
+    return choose
+
+
+@pytest.fixture
+def runner(emulate) -> FibreRunner:
+    return emulate(0, CLUSTERS)
 
 
 @pytest.mark.parametrize("capability", [LONE, CLUSTERS])
@@ -44,16 +50,14 @@ def emulate(runner: Runner):
     ],
     ids=str,
 )
-def test_exit(runner, emulate, case, capability):
-    emulate(0, capability)
-    check_exit(runner, case, tolerance(case))
+def test_exit(emulate, case, capability):
+    check_exit(emulate(0, capability), case, tolerance(case))
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
 @pytest.mark.parametrize("capability", [LONE, CLUSTERS])
-def test_a_slot_s_results_do_not_depend_on_the_others(runner, emulate, kind, capability):
-    emulate(0, capability)
-    check_slots_alone(runner, ExitCase(37, 300, 24, 17, 6, kind), [1, 3, 4, 5, 17])
+def test_a_slot_s_results_do_not_depend_on_the_others(emulate, kind, capability):
+    check_slots_alone(emulate(0, capability), ExitCase(37, 300, 24, 17, 6, kind), [1, 3, 4, 5, 17])
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
@@ -62,24 +66,69 @@ def test_nan_stays_in_its_slot(runner, kind):
 
 
 @pytest.mark.parametrize(("order", "capability"), [(1, LONE), (2, CLUSTERS), (3, SMALL_CLUSTERS), (4, CLUSTERS)])
-def test_the_order_of_threads_blocks_and_teams_does_not_matter(runner, emulate, order, capability):
-    emulate(order, capability)
-    run_all(runner)
+def test_the_order_of_threads_blocks_and_teams_does_not_matter(emulate, order, capability):
+    run_all(emulate(order, capability))
 
 
-def test_a_score_has_the_same_bits_in_any_order_and_with_or_without_clusters(runner, emulate):
+def test_a_score_has_the_same_bits_in_any_order_and_with_or_without_clusters(emulate):
     case = ExitCase(17, 300, 24, 17, 5, norm=LAYER)
     data = exit_data(case)
-    ascending = run_exit(runner, case, data)
+    ascending = run_exit(emulate(0, LONE), case, data)
     for order, capability in ((5, LONE), (6, CLUSTERS)):
-        emulate(order, capability)
-        shuffled = run_exit(runner, case, data)
+        shuffled = run_exit(emulate(order, capability), case, data)
         assert np.array_equal(ascending.scores.view(np.int32), shuffled.scores.view(np.int32))
 
 
-def test_addresses_that_allow_no_fours(emulated_library):
+def test_addresses_that_allow_no_fours(emulated):
     """Every array is 4 bytes off a multiple of 8."""
-    run_all(Runner(emulated_library, guard=20))
+    run_all(FibreRunner(emulated / "libtide_kernels_sm90.so", guard=20))
+
+
+@pytest.mark.parametrize(
+    ("capability", "processors", "blocks", "cluster"),
+    [
+        pytest.param(LONE, 200, 64, 1, id="four teams, which take five groups"),
+        pytest.param(LONE, 40, 32, 1, id="two teams"),
+        pytest.param(LONE, 30, 16, 1, id="one team"),
+        pytest.param(LONE, 7, 4, 1, id="a team of four blocks"),
+        pytest.param(LONE, 1, 1, 1, id="a team of one block"),
+        pytest.param(CLUSTERS, 64, 80, 16, id="a cluster of 16 for each group"),
+        pytest.param(SMALL_CLUSTERS, 64, 40, 8, id="a cluster of 8 for each group"),
+    ],
+)
+def test_what_is_launched(emulate, capability, processors, blocks, cluster):
+    """What CUDA is given, and that it takes it: the stand-in refuses as CUDA does."""
+    case = ExitCase(17, 300, 40, 10, 6, H)
+    runner = emulate(3, capability, processors)
+    runner.launches()
+    check_exit(runner, case, tolerance(case))
+    (launch,) = runner.launches()
+    assert (launch["blocks"], launch["threads"], launch["cluster"]) == (blocks, 512, cluster)
+    lone = capability == LONE
+    assert (launch["cooperative"], launch["overlaps"], launch["non_portable"]) == (lone, not lone, not lone)
+    weights = (300 * 40 * 4, 300 * 10 * 4, 300 * 6 * 2, 300 * 6 * 2)
+    assert launch["prefetched"] == (0 if lone else sum(-(-size // 128) for size in weights))
+    of_team = min(blocks, 16) if lone else cluster
+    share, region = -(-300 // (8 * of_team)) * 8, 4 * (6 + 3 + 50 + 1)
+    floats = 4 * share + 4 * 6 + 16 * 4 * 128 + (0 if lone else region)
+    assert launch["shared"] == floats * 4 < launch["largest_shared"]
+
+
+@pytest.mark.parametrize("capability", [LONE, CLUSTERS, SMALL_CLUSTERS])
+def test_more_shared_memory_than_a_kernel_has_unasked(emulate, capability):
+    case = ExitCase(1, 64, 8, 0, 1200, F)
+    runner = emulate(0, capability)
+    runner.launches()
+    check_exit(runner, case, tolerance(case))
+    (launch,) = runner.launches()
+    assert 48 * 1024 < launch["shared"] == launch["largest_shared"]
+
+
+def test_more_shared_memory_than_the_gpu_has_is_refused(emulate):
+    case = ExitCase(1, 64, 8, 0, 3000, F)
+    check_exit(emulate(0, CLUSTERS), case, tolerance(case))
+    with pytest.raises(tk.KernelError, match="CUDA error 1"):
+        check_exit(emulate(0, SMALL_CLUSTERS), case, tolerance(case))
 
 
 def test_no_slots_are_no_work(runner):
@@ -135,10 +184,10 @@ def test_the_workspace_for_many_slots_is_enough_for_fewer(runner):
     assert sizes == sorted(sizes)
 
 
-def test_the_loader_refuses_another_version(monkeypatch, emulated_library):
+def test_the_loader_refuses_another_version(monkeypatch, emulated):
     monkeypatch.setattr(tk, "VERSION", 99)
     with pytest.raises(tk.KernelError, match="this file is for version 99"):
-        tk.Kernels(emulated_library)
+        tk.Kernels(emulated / "libtide_kernels_sm90.so")
 
 
 def test_the_guards_see_a_write_that_goes_too_far(runner):
@@ -151,15 +200,15 @@ def test_the_guards_see_a_write_that_goes_too_far(runner):
         runner.run(exit_args(case), data.inputs(), outputs, data.norm)
 
 
-def test_under_an_address_sanitizer(builds):
-    """Every buffer is an allocation of its own."""
-    need(cuda_headers() is not None, "there are no CUDA headers")
-    build = builds.emulated(KERNELS_EMULATED, "sanitized")
+@pytest.mark.parametrize("architecture", [75, 90])
+def test_under_an_address_sanitizer(builds, architecture):
+    """Every buffer is an allocation of its own, and so is each block's shared memory."""
+    folder = builds.emulated(KERNELS_EMULATED, "sanitized")
     command = ["g++", "-print-file-name=libasan.so"]
     library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     need(Path(library).is_absolute(), "g++ has no address sanitizer")
     script = ROOT / "tests" / "plugins" / "kernel_cases.py"
-    command = [sys.executable, str(script), str(build / "plugins" / "emulated" / "libtide_kernels_emulated.so")]
+    command = [sys.executable, str(script), str(folder / f"libtide_kernels_sm{architecture}.so")]
     environment = os.environ | {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,44 +1,129 @@
-"""What nvcc makes of the kernel as it is shipped: registers and nothing on the stack, for every architecture; and no
-load before the kernel that gives its inputs has ended."""
+"""What nvcc makes of the kernel as it is shipped: registers and nothing on the stack, for every architecture, as
+docs/reference/kernel-resources.md lists them; and no load before the kernel that gives its inputs has ended.
+
+    PYTHONPATH=. python tests/plugins/test_machine_code.py      writes that page anew
+"""
 
 import re
 import shutil
 import subprocess
+import tempfile
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
+import pytest
 from native_builds import ROOT, need
+
+from tide_export.config import TideConfig
+from tide_export.engines.exit_memory import LIMITS, ExitSizes, needed
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120, 121)
 MAX_REGISTERS = 128  # of each of the 512 threads of a block: 65,536 registers a multiprocessor
-REPORT = re.compile(r"for '(sm_\d+)'|(\d+) bytes stack frame, (\d+) bytes spill|Used (\d+) registers")
+PAGE = ROOT / "docs" / "reference" / "kernel-resources.md"
+TYPES = {"f": "float32", "6__half": "float16", "13__nv_bfloat16": "bfloat16"}
+REPORT = re.compile(
+    r"Compiling entry function '\w+?ExitI(?P<type>f|6__half|13__nv_bfloat16)E\w+' for 'sm_(?P<architecture>\d+)'"
+    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+    r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
 
 
-def compiled(folder: Path) -> dict[int, list[tuple[int, int, int]]]:
-    """By architecture, each kernel's registers, bytes of stack and of spill stores."""
+@dataclass(frozen=True, order=True)
+class Kernel:
+    """One instantiation: bytes of stack, of spill stores and loads, and of shared memory that is declared in it."""
+
+    architecture: int
+    type: str
+    registers: int
+    stack: int
+    stores: int
+    loads: int
+    shared: int
+
+
+def nvcc_version() -> str:
+    shown = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"V([\d.]+)", shown)[1]
+
+
+def compiled(folder: Path) -> list[Kernel]:
+    """What ptxas says of every kernel, as `cmake --preset plugins` compiles it."""
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
     options = ["-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "2", "-c", "-o", str(folder / "kernel.o")]
     command = ["nvcc", *targets, *options, "-I", "plugins", "plugins/tide_exit/kernel.cu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    for architecture, stack, spilled, registers in REPORT.findall(done.stderr):
-        if architecture:
-            kernels = found.setdefault(int(architecture.removeprefix("sm_")), [])
-        elif stack:
-            memory = int(stack), int(spilled)
-        else:
-            kernels.append((int(registers), *memory))
-    return found
+    return sorted(map(kernel, REPORT.finditer(done.stderr)))
 
 
-def test_no_kernel_spills_on_any_architecture(tmp_path: Path) -> None:
+def kernel(found: re.Match) -> Kernel:
+    numbers = [int(found[name]) for name in ("registers", "stack", "stores", "loads")]
+    shared = re.search(r"(\d+) bytes smem", found["rest"])
+    return Kernel(int(found["architecture"]), TYPES[found["type"]], *numbers, int(shared[1]) if shared else 0)
+
+
+def resources_table(version: str, kernels: list[Kernel]) -> str:
+    """The page's first table."""
+    heads = ("GPU", "states", "registers", "stack", "spill stores", "spill loads", "static shared memory")
+    rows = [(f"sm_{one.architecture}", *astuple(one)[1:]) for one in kernels]
+    return f"nvcc {version}:\n\n" + table(heads, rows)
+
+
+def memory_table() -> str:
+    """The page's second table: of a model with 4096 channels and routers as calibration makes them."""
+    config = TideConfig()
+    sizes = ExitSizes(4096, config.router_bottleneck_dim, config.router_shortlist, config.lens_rank)
+    wide = replace(sizes, hidden=8192)
+    rows = []
+    for capability, limit in LIMITS.items():
+        left = limit * 1024 - needed(replace(sizes, shortlist=0), capability)
+        longest = left // 16 if capability >= (9, 0) else "any"
+        kib = [f"{needed(one, capability) / 1024:.1f}" for one in (sizes, wide)]
+        rows.append((f"{capability[0]}.{capability[1]}", limit, *kib, longest))
+    heads = ("compute capability", "KiB there are", "KiB at 4096", "KiB at 8192", "longest `router_shortlist` at 4096")
+    return table(heads, rows)
+
+
+def table(heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     need(shutil.which("nvcc") is not None, "there is no nvcc")
-    found = compiled(tmp_path)
-    assert sorted(found) == sorted(ARCHITECTURES)
-    assert {len(kernels) for kernels in found.values()} == {3}, "one for each type of states"
-    for architecture, kernels in found.items():
-        for registers, stack, spilled in kernels:
-            assert (stack, spilled) == (0, 0), f"sm_{architecture}"
-            assert registers <= MAX_REGISTERS, f"sm_{architecture}"
+    return compiled(tmp_path_factory.mktemp("kernel"))
+
+
+def test_no_kernel_spills_on_any_architecture(kernels: list[Kernel]) -> None:
+    every = {(architecture, kind) for architecture in ARCHITECTURES for kind in TYPES.values()}
+    assert {(one.architecture, one.type) for one in kernels} == every
+    assert len(kernels) == len(every)
+    for one in kernels:
+        assert (one.stack, one.stores, one.loads) == (0, 0, 0), one
+        assert one.registers <= MAX_REGISTERS, one
+        assert one.shared == 0, f"{one}: engines.exit_memory counts none"
+
+
+def test_the_page_lists_what_the_compiler_says(kernels: list[Kernel]) -> None:
+    page, version = PAGE.read_text(), nvcc_version()
+    if f"nvcc {version}:" not in page:
+        pytest.skip(f"the page is of another nvcc than {version}")
+    assert resources_table(version, kernels) in page, "write it anew: see the top of this file"
+
+
+def test_the_page_lists_what_is_checked_before_an_engine_is_built() -> None:
+    assert memory_table() in PAGE.read_text(), "write it anew: see the top of this file"
+
+
+def test_a_kernel_with_a_stack_and_shared_memory_is_read() -> None:
+    """As ptxas of nvcc 13.0 writes it."""
+    said = """ptxas info    : Compiling entry function '_ZN4tide5entryINS_4ExitIfEEEEvNS_6LayoutENT_4ArgsE' for 'sm_120'
+ptxas info    : Function properties for _ZN4tide5entryINS_4ExitIfEEEEvNS_6LayoutENT_4ArgsE
+    520 bytes stack frame, 580 bytes spill stores, 900 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 520 bytes cumulative stack size, 1024 bytes smem
+"""
+    assert [kernel(found) for found in REPORT.finditer(said)] == [Kernel(120, "float32", 128, 520, 580, 900, 1024)]
 
 
 BEFORE_WAIT = {"ld.param", "prefetch.global.L2"}  # parameters, and weights, which no kernel writes
@@ -77,3 +162,17 @@ def test_nothing_is_read_before_the_kernel_before_has_ended(tmp_path: Path) -> N
     late = ptx[:end].replace(WAIT, "", 1) + f"\t{WAIT}\n" + ptx[end:]
     assert any(access.startswith("ld.global") for access in violations(late))
     assert violations(ptx.replace(WAIT, f"\tbra.uni \t$L_over;\n{WAIT}\n$L_over:", 1)) != []
+
+
+def write_page() -> None:
+    """Puts both tables into the page."""
+    text = PAGE.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        made = resources_table(nvcc_version(), compiled(Path(folder)))
+    rows = r"(?:\|.*\n)*\|[^\n]*"
+    text = re.sub(r"nvcc [\d.]+:\n\n" + rows, lambda _: made, text, count=1)
+    PAGE.write_text(re.sub(r"\| compute capability " + rows, lambda _: memory_table(), text, count=1))
+
+
+if __name__ == "__main__":
+    write_page()

@@ -3,13 +3,15 @@
 // to simulate, the profiles' sizes and the tensors. The test runs the networks (`fake_trt_run`).
 //
 // It refuses what TensorRT refuses: shapes beyond the profile, addresses that are not aligned, a run before everything is
-// set, a recording of a shape that has not run. That of TensorRT for RTX keeps kernels in a cache, a line each; its
+// set, a recording of a shape that has not run. What was recorded of an execution context fails once the context's shapes or
+// addresses have changed, or it is gone: TensorRT leaves undefined what it does then. That of TensorRT for RTX keeps kernels in a cache, a line each; its
 // engines' headers are "an engine", "a slow engine" or "an invalid engine" with the diagnostics, and FAKE_TRT_RECORDS_NOT
 // in the environment refuses recordings.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <sstream>
@@ -28,6 +30,8 @@ int (*fake_trt_run)(char const* network, char const* const* names, void* const* 
 }
 
 namespace {
+
+constexpr int kChanged = 720;  // no error of CUDA
 
 constexpr std::int64_t kWorkingMemory = 4096, kAnyTokens = -1, kAnyBatch = -2;
 
@@ -146,10 +150,14 @@ struct Run {
   std::string network;
   std::map<std::string, void*> addresses;
   Sizes sizes;
+  bool captured;
+  std::weak_ptr<long> changes_of;  // the execution context
+  long changes;
 };
 
 int run(void* context) {
-  auto const& [network, addresses, sizes] = *static_cast<Run const*>(context);
+  auto const& [network, addresses, sizes, captured, changes_of, changes] = *static_cast<Run const*>(context);
+  if (std::shared_ptr<long> const now = changes_of.lock(); captured && (now == nullptr || *now != changes)) return kChanged;
   std::vector<char const*> names;
   std::vector<void*> places;
   for (auto const& [name, address] : addresses) {
@@ -172,6 +180,7 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
   }
   bool setInputShape(char const* name, Dims const& dims) noexcept override {
     if (profile_ < 0) return false;
+    ++*changes_;
     Sizes const& most = plan_.profiles[static_cast<std::size_t>(profile_)];
     std::vector<std::int64_t> const& shape = plan_.tensors.at(name).shape;
     if (dims.nbDims != static_cast<std::int32_t>(shape.size())) return false;
@@ -183,6 +192,7 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
     return sizes_.tokens <= most.tokens && sizes_.batch_size <= most.batch_size;
   }
   bool setTensorAddress(char const* name, void* data) noexcept override {
+    ++*changes_;
     addresses_[name] = data;
     return reinterpret_cast<std::uintptr_t>(data) % 256 == 0;
   }
@@ -198,7 +208,7 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
     static_cast<void>(config_);
 #endif
     last_ = sizes_;
-    return fake_cuda_queue(stream, run, new Run{plan_.network, addresses_, sizes_}) == 0;
+    return fake_cuda_queue(stream, run, new Run{plan_.network, addresses_, sizes_, captured, changes_, *changes_}) == 0;
   }
 #ifdef TRT_MAJOR_RTX
   bool isStreamCapturable(cudaStream_t) const noexcept override { return std::getenv("FAKE_TRT_RECORDS_NOT") == nullptr; }
@@ -211,6 +221,7 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
   std::int32_t profile_ = -1;
   Sizes sizes_, last_;
   std::map<std::string, void*> addresses_;
+  std::shared_ptr<long> changes_ = std::make_shared<long>(0);
 };
 
 class FakeEngine final : public ICudaEngine, StubVCudaEngine {

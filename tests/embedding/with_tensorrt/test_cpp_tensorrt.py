@@ -60,7 +60,7 @@ def test_engines_give_the_graph_s_tokens(
         assert (found.tokens, found.finish_reason) == (expected.tokens, expected.finish_reason)
         for name in ("exit_layer", "layers_run", "layer_tokens_run", "drafted", "accepted"):
             assert getattr(found.stats, name) == getattr(expected.stats, name)
-    assert cudart.calls("cudaGraphLaunch") - before > 50
+    assert cudart.calls("cudaGraphLaunch") - before > 30
 
 
 def test_the_engine_of_a_drafter_drafts(

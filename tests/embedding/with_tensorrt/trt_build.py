@@ -67,7 +67,7 @@ class Build:
 
         def run(name: bytes, tensors: Any, addresses: Any, count: int, tokens: int, batch_size: int) -> int:
             found = {tensors[i].decode(): addresses[i] for i in range(count)}
-            networks.run(name.decode(), found, tokens, batch_size, False)
+            networks.run(name.decode(), found, tokens, batch_size, 0, False)
             return 0
 
         self._running = Run(run)

@@ -1,0 +1,98 @@
+"""Finds every barrier of the kernel's sources, and builds the kernel so that a run can do without any one of them.
+
+The sources are copied and changed line by line: a statement that waits or orders becomes one that may be left out, and
+a phase or a stage says which it is before the barrier at its end (`fibres/include/fibres.h`).
+"""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from native_builds import ROOT
+
+FIBRES = Path(__file__).parent / "fibres"
+WAITS = r"[Ss]ync|[Bb]arrier|[Ff]ence|[Aa]rrive|[Ww]ait|__shfl|[Aa]tomic"
+STATEMENT = re.compile(rf"^\s*(?!//)[^;{{}}/]*\b\w*(?:{WAITS})\w*\([^;{{}}]*\);$")
+END = re.compile(r"\b(\w+)\.(phase|stage)\(")  # of a phase, of a stage
+OTHER = re.compile(rf"\w*(?:{WAITS})\w*\(|\basm\b|griddepcontrol")
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """One of them, by its number from 1 on."""
+
+    number: int
+    file: str
+    line: int
+    code: str  # and the next line
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.code}"
+
+
+def sources() -> list[Path]:
+    """All that a kernel is made of."""
+    return sorted(path for path in (ROOT / "plugins").rglob("*.cu*") if path.suffix in (".cu", ".cuh"))
+
+
+def mark(found: list[Barrier], path: Path) -> str:
+    """The source with its barriers, which are added to `found`, marked."""
+    lines = path.read_text().splitlines()
+    for index, line in enumerate(lines):
+        if not (STATEMENT.match(line) or (END.search(line) and not line.lstrip().startswith("//"))):
+            continue
+        number = len(found) + 1
+        end = " ".join(each.strip() for each in lines[index : index + 2])
+        found.append(Barrier(number, path.name, index + 1, end))
+        if STATEMENT.match(line):
+            lines[index] = f"if (fibres::kept({number})) {line.strip()}"
+        else:
+            lines[index] = END.sub(rf"(fibres::ends_\2({number}), \1).\2(", line)
+    return "\n".join(lines) + "\n"
+
+
+def barriers() -> list[Barrier]:
+    """Every barrier, in the order of the sources."""
+    found: list[Barrier] = []
+    for path in sources():
+        mark(found, path)
+    return found
+
+
+def unknown() -> list[str]:
+    """Lines that may wait or order and that `barriers` does not know how to leave out."""
+    code = [line.split("//")[0].strip() for path in sources() for line in path.read_text().splitlines()]
+    return [line for line in code if OTHER.search(line) and not STATEMENT.match(line)]
+
+
+def build(folder: Path, architecture: int) -> Path:
+    """Compiles the kernel with its barriers marked; returns the library."""
+    found: list[Barrier] = []
+    for path in sources():
+        target = folder / path.relative_to(ROOT / "plugins")
+        marked = mark(found, path)
+        if path.name != "device.cuh":  # the fibres have their own
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(marked)
+    library = folder / f"libtide_kernels_sm{architecture}.so"
+    compile_observed(folder / "tide_exit" / "kernel.cu", library, architecture, f"-I{folder}")
+    return library
+
+
+def compile_observed(source: Path, library: Path, architecture: int, option: str) -> None:
+    """Compiles kernels for the fibres, with every access to memory observed (`fibres/races.cpp`)."""
+    options = f"-std=c++17 -g1 -fPIC -DTIDE_EMULATED -D__CUDA_ARCH__={architecture}0 -Wall -Wextra -Werror".split()
+    options += ["-Wno-unknown-pragmas", "-Wno-unused-parameter", f"-I{FIBRES}/include", f"-I{FIBRES}", option]
+    common = ["g++", *options, f"-I{ROOT}/plugins"]
+    kernel = library.with_suffix(".o")
+    observed = ["-O1", "-fno-exceptions", "-fsanitize=thread", "-x", "c++", "-c", str(source), "-o", str(kernel)]
+    run([*common, *observed])
+    others = [*sorted(FIBRES.glob("*.cpp")), ROOT / "plugins" / "capi" / "tide_kernels.cpp"]
+    run([*common, "-O2", "-shared", *map(str, others), str(kernel), "-o", str(library)])
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
