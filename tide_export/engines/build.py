@@ -23,6 +23,7 @@ from tide_export import names
 from tide_export.bundle.engine_fields import FP8, BuiltEngine, EnginesInfo, PluginsInfo, Profile
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import profiles_for
+from tide_export.engines.exit_memory import check_exit_memory, router_file_sizes
 from tide_export.errors import BuildError
 from tide_export.files import user_cache
 from tide_export.formatting import size
@@ -81,13 +82,18 @@ def build_engines(
         plugins: used instead of the networks' functions, from `plugins_to_build_with`.
 
     Raises:
-        BuildError: an engine could not be built, or the builder crashed; its last log lines are in the message.
+        BuildError: an engine could not be built, or the builder crashed; its last log lines are in the message. Or the
+            plugins cannot run on this GPU.
+        BundleError: the file of routers cannot be read.
         ProviderError: the library is not installed.
     """
     version, info = require_builder(flavour), manifest.networks
     if info is None:
         raise BuildError("the bundle holds no segment networks to build engines from: export it for that target")
     check_matrices(flavour, info.matrices)
+    sizes = None if plugins is None else router_file_sizes(folder / names.ROUTERS_FILE)
+    if sizes is not None:
+        check_exit_memory(sizes)
     capabilities = built_for(flavour, compute_capability(), fp8=info.matrices == FP8)
     expected = specs(manifest, info)
     profiles = profiles_for(info)

@@ -3,9 +3,11 @@
     python tools/checks/gpu_carry.py MODEL -o FOLDER [--routers FILE] [--architectures 80,86,89,90,120]
                                      [--tide FOLDER] [--limit MIB] [--resume]
 
-FOLDER/bundles gets a bundle each in float32, float16 and bfloat16, without what a session does not read, and
-FOLDER/libtide_kernels.so the kernels for these GPUs, compiled with nvcc. Without `--routers` routers are calibrated
-briefly. The bundles are not compared with the model here: the session does that. `--resume` goes on where a run before
+FOLDER/bundles gets a bundle each in float32, float16 and bfloat16, without what a session does not read, the one in
+float32 with a drafter. FOLDER/libtide_kernels.so and libtide_plugins.so get the kernels and the plugin for these GPUs,
+compiled with nvcc: with TensorRT's headers where TENSORRT_ROOT has them, else with what the tests declare of them,
+which makes the same machine code. Without `--routers` routers are calibrated briefly, and the drafter is trained for a
+minute. The bundles are not compared with the model here: the session does that. `--resume` goes on where a run before
 was cut off. Exit code 1 where FOLDER is larger than the limit (48 MiB).
 """
 
@@ -18,8 +20,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from gpu_session import KERNELS
-from gpu_steps import ROOT, WEIGHTS
+from gpu_machine import headers
+from gpu_steps import DECLARED, KERNELS, PLUGINS, ROOT, WEIGHTS
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest
@@ -50,12 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
         bundle = folder / "bundles" / weights
         if not (bundle / names.MANIFEST_FILE).is_file():
             export_bundle(options.model, bundle, weights, routers)
+        if weights == "fp32" and not (bundle / names.DRAFTER_FILE).is_file():
+            train_drafter(options.model, bundle)
         routers = routers or bundle / names.ROUTERS_FILE
         strip(bundle)
         print(f"{bundle} after {time.perf_counter() - begun:.0f} s", flush=True)
-    if options.architectures and not (folder / KERNELS).is_file():
-        compile_kernels(folder, options.architectures)
-        print(f"{folder / KERNELS} after {time.perf_counter() - begun:.0f} s", flush=True)
+    if options.architectures and not all((folder / name).is_file() for name in (KERNELS, PLUGINS)):
+        compile_libraries(folder, options.architectures)
+        print(f"{KERNELS} and {PLUGINS} after {time.perf_counter() - begun:.0f} s", flush=True)
     if options.tide:
         shutil.copytree(options.tide, folder / "tide", dirs_exist_ok=True)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
@@ -81,6 +85,13 @@ def export_bundle(model: str, bundle: Path, weights: str, routers: Path | None) 
     )
 
 
+def train_drafter(model: str, bundle: Path) -> None:
+    """Puts a drafter into a bundle, trained for a minute: its drafts are seldom right, and count all the same."""
+    from tide_export import DraftConfig, draft
+
+    draft(model, bundle, DraftConfig(minutes=1.0))
+
+
 def run(*command: str) -> None:
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
@@ -96,11 +107,14 @@ def strip(bundle: Path) -> None:
     write_manifest(bundle, replace(manifest, files={}))
 
 
-def compile_kernels(folder: Path, architectures: str) -> None:
-    build = folder / "build"
-    run("cmake", "--preset", "plugins", "-B", str(build), f"-DCUDA_ARCHITECTURES={architectures}", "-DTENSORRT_ROOT=")
-    run("cmake", "--build", str(build), "--target", "tide_kernels", "--parallel", "1")
-    shutil.move(build / "plugins" / KERNELS, folder / KERNELS)  # at once: it is whole or not there
+def compile_libraries(folder: Path, architectures: str) -> None:
+    """Compiles the kernels and the plugin, which share their objects."""
+    build, root = folder / "build", DECLARED if headers("TENSORRT_ROOT")() else os.environ["TENSORRT_ROOT"]
+    options = (f"-DCUDA_ARCHITECTURES={architectures}", f"-DTENSORRT_ROOT={root}")
+    run("cmake", "--preset", "plugins", "-B", str(build), *options)
+    run("cmake", "--build", str(build), "--target", "tide_kernels", "tide_plugins", "--parallel", "1")
+    for name in (KERNELS, PLUGINS):
+        shutil.move(build / "plugins" / name, folder / name)  # at once: it is whole or not there
     shutil.rmtree(build)
 
 

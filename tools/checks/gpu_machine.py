@@ -83,7 +83,6 @@ def torch_on_gpu() -> str | None:
     return (
         package("torch")()
         or gpu()
-        or package("cuda.bindings")()
         or _asked(
             "import torch, sys",
             "sys.exit(0 if torch.cuda.is_available() else 'torch ' + torch.__version__ + ' uses no GPU')",

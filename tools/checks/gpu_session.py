@@ -1,20 +1,21 @@
 """Everything that only a GPU can show, in one go: kernels, networks, engines, times, into one report folder.
 
     python tools/checks/gpu_session.py -o FOLDER [--carried FOLDER] [--bundle BUNDLE]... [--kernels LIBRARY]
-        [--tide FOLDER] [--seconds N] [--resume] [--archive FILE.tgz] [--page FILE.md] [--only STEP]... [--list]
+        [--plugins LIBRARY] [--tide FOLDER] [--seconds N] [--resume] [--archive FILE.tgz] [--page FILE.md]
+        [--only STEP]... [--list]
 
-For a machine that is lent for an hour and of which little is known. Every step is a process of its own with a time
-limit, at most nine minutes, and a log; one that fails, hangs or cannot be started is recorded and the others go on, but
-for those that rest on it. What a step lacks (a GPU it runs on, a compiler, a package) is its result. The report
-(FOLDER/report.json and report.md, the archive of both, logs and figures, and the page of measurements) is written anew
-before and after every step, so that a session that is cut off leaves what it has seen, and what it was doing.
-`--resume` goes on: what passed, failed or timed out stays, and a step in which the session ended comes last, once.
-`--only` runs some steps again; the results of the others stay in the report.
+For a machine that is lent for a quarter of an hour and of which little is known. Every step is a process of its own
+with a time limit, at most five minutes, and a log; what shows most comes first. One that fails, hangs or cannot be
+started is recorded and the others go on, but for those that rest on it. What a step lacks (a GPU it runs on, a
+compiler, a package) is its result. The report (FOLDER/report.json and report.md, the archive of both, logs and figures,
+and the page of measurements) is written anew before and after every step, so that a session that is cut off leaves what
+it has seen, and what it was doing. `--resume` goes on: what passed, failed or timed out stays, and a step in which the
+session ended comes last, once. `--only` runs some steps again; the results of the others stay in the report.
 
-Uses what is installed and downloads nothing: the extras `gpu`, `rtx` and `export` for all of it; TENSORRT_ROOT for the
-plugin library and, like TENSORRT_RTX_ROOT, for the C++ runtime. `--carried` names what `gpu_carry.py` has packed:
-bundles and compiled kernels. Without bundles the demo model is exported here, in three precisions. The package's
-library is compiled where it was not brought along. Exit code 1 when a step failed.
+Uses what is installed and downloads nothing: the extras `gpu`, `rtx` and `export` for all of it; TENSORRT_ROOT and
+TENSORRT_RTX_ROOT for the C++ runtime. `--carried` names what `gpu_carry.py` has packed: bundles, and compiled kernels
+and plugins. Without bundles the demo model is exported here, in three precisions. The package's library is compiled
+where it was not brought along. Exit code 1 when a step failed.
 """
 
 import argparse
@@ -33,12 +34,11 @@ from pathlib import Path
 
 from gpu_machine import facts
 from gpu_page import page
-from gpu_steps import ROOT, Given, Step, steps
+from gpu_steps import KERNELS, PLUGINS, ROOT, Given, Step, steps
 
 PASSED, STARTED, CUT_OFF = "passed", "started", "cut off"
 TAIL_LINES = 12
 ALL_SKIPPED = re.compile(r"=*\s*\d+ skipped\b(?!.*passed).*")  # pytest's last line
-KERNELS = "libtide_kernels.so"
 
 
 @dataclass
@@ -161,6 +161,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="with segment networks; may be repeated, float32 first (those carried, or the demo model, exported here)",
     )
     parser.add_argument("--kernels", type=Path, metavar="LIBRARY", help=f"{KERNELS} (that carried, or compiled here)")
+    parser.add_argument("--plugins", type=Path, metavar="LIBRARY", help=f"{PLUGINS} (likewise)")
     parser.add_argument("--tide", type=Path, metavar="FOLDER", help="TIDE's sources, for its kernels' times")
     parser.add_argument("--seconds", type=float, default=3600, metavar="N", help="for all steps of this run (3600)")
     parser.add_argument("--resume", action="store_true", help="go on where the session in this folder ended")
@@ -173,15 +174,17 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def brought(options: argparse.Namespace) -> Given:
     """What the options and the carried folder hold."""
-    bundles, kernels, tide = list(options.bundle or ()), options.kernels, options.tide
-    if options.carried is not None:
-        bundles = bundles or sorted((options.carried / "bundles").glob("*"), key=lambda path: "fp32" not in path.name)
-        if kernels is None and (options.carried / KERNELS).is_file():
-            kernels = options.carried / KERNELS
-        if tide is None and (options.carried / "tide").is_dir():
-            tide = options.carried / "tide"
-    named = {path.name: path.resolve() for path in bundles}
-    return Given(named, kernels and kernels.resolve(), tide and tide.resolve())
+    bundles = list(options.bundle or ())
+    if options.carried is not None and not bundles:
+        bundles = sorted((options.carried / "bundles").glob("*"), key=lambda path: "fp32" not in path.name)
+
+    def one(given: Path | None, name: str) -> Path | None:
+        carried = None if options.carried is None else options.carried / name
+        found = given or (carried if carried is not None and carried.exists() else None)
+        return found and found.resolve()
+
+    libraries = one(options.kernels, KERNELS), one(options.plugins, PLUGINS)
+    return Given({path.name: path.resolve() for path in bundles}, *libraries, one(options.tide, "tide"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

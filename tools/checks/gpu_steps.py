@@ -1,4 +1,8 @@
-"""What there is to do on a machine with a GPU, for `gpu_session`: every step, what it rests on and what it needs."""
+"""What there is to do on a machine with a GPU, for `gpu_session`: every step, what it rests on and what it needs.
+
+The order is that of value, for a machine that is lent for a quarter of an hour: first what runs at all and is right
+(the kernel, the runtime, engines, engines with plugins), then times.
+"""
 
 import os
 import sys
@@ -22,7 +26,9 @@ from gpu_machine import (
 
 WEIGHTS = ("fp32", "fp16", "bf16")
 ROOTS = {"tensorrt": "TENSORRT_ROOT", "tensorrt-rtx": "TENSORRT_RTX_ROOT"}  # variables that name a flavour's headers
-MAX_SECONDS = 540  # of a step: who lends a machine for so many minutes a command gets every step whole
+DECLARED = ROOT / "tests" / "plugins" / "declared"  # of TensorRT's headers what the plugins use: the same machine code
+KERNELS, PLUGINS = "libtide_kernels.so", "libtide_plugins.so"
+MAX_SECONDS = 300  # of a step: one that hangs leaves others their time
 PYTHON = sys.executable
 LIBRARY = """
 import subprocess, sys
@@ -30,6 +36,19 @@ from tide_export.runtime.native import LIBRARY, library
 if not LIBRARY.is_file():
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], check=True)
 print(library())
+"""
+DRAFTS = """
+import sys
+from tide_export import load
+from tide_export.bundle.manifest import Drafting
+engine = load(sys.argv[1], provider=sys.argv[2])
+ones = (1.0,) * len(engine.manifest.checkpoints)
+engine = engine.drafting_as(Drafting(ones, 0, 0, ones, (0.0,) * 5, {}, 4, 0.0))  # by the drafter alone, at no cost
+given = {"max_new_tokens": 96, "stop_token_ids": []}
+full = engine.generate(range(5, 25), mode="full", **given)
+found = [engine.generate(range(5, 25), mode="lossless", **given) for _ in range(3)][-1]  # by then runs are replayed
+print(found.stats.learned_drafted, "drafted,", found.stats.learned_accepted, "accepted")
+sys.exit(0 if found.tokens == full.tokens and found.stats.learned_drafted else "no drafts, or other tokens than full's")
 """
 SANITIZERS = {
     "memcheck": "bad address",
@@ -69,25 +88,28 @@ class Given:
         bundles: with segment networks, by name; the first is in float32, and the others are of the same model. Without
             any the demo model is exported here.
         kernels: `libtide_kernels.so` for this GPU; None: it is compiled here.
+        plugins: `libtide_plugins.so`, likewise.
         tide: TIDE's source distribution.
     """
 
     bundles: Mapping[str, Path]
     kernels: Path | None = None
+    plugins: Path | None = None
     tide: Path | None = None
 
 
 def steps(folder: Path, given: Given) -> list[Step]:
-    """All there is to do: what later steps rest on first, what matters most before what takes longest."""
+    """All there is to do."""
     build = folder / "build"
-    kernels = given.kernels or build / "plugins" / "libtide_kernels.so"
-    plugins = build / "plugins" / "libtide_plugins.so"
-    bundles, exported = dict(given.bundles), dict[str, tuple[str, ...]]()  # the latter: steps they rest on
+    kernels, plugins = given.kernels or build / "plugins" / KERNELS, given.plugins or build / "plugins" / PLUGINS
+    bundles = dict(given.bundles)
+    exported = dict.fromkeys(bundles, ("library",))  # the steps that a bundle rests on
     found = [
         Step("gpu", "which GPU and driver", ("nvidia-smi",), 30, (), (program("nvidia-smi"),)),
         Step("packages", "which versions", (PYTHON, "-m", "pip", "freeze"), 60),
+        *_kernel_steps(given, build, kernels, plugins),
+        *_sanitizer_steps(kernels),
         Step("library", "the runtime's library is there, or compiles", (PYTHON, "-c", LIBRARY), MAX_SECONDS),
-        *_kernel_steps(given, kernels, folder),
     ]
     if not bundles:
         bundles = {weights: folder / f"bundle-{weights}" for weights in WEIGHTS}
@@ -95,17 +117,19 @@ def steps(folder: Path, given: Given) -> list[Step]:
         found += [_export_step(weights, target) for weights, target in bundles.items()]
     reference = next(iter(bundles.values()))
     for name, bundle in bundles.items():
-        found += _cuda_steps(name, bundle, reference, folder, exported.get(name, ("library",)))
-    found += _plugin_build_steps(build)
+        found += _network_steps(name, bundle, reference, folder, exported[name])
+    # The step of the C++ runtime's conditional CUDA graphs belongs here, on networks in PyTorch and on engines.
+    in_cpp, times = list[Step](), list[Step]()
     for one in FLAVOURS.values():
-        found += _cpp_build_steps(one.name, build.with_name(f"cpp-{one.name}"))
-        for bundle_name, bundle in bundles.items():
+        in_cpp += _cpp_build_steps(one.name, folder / f"cpp-{one.name}")
+        for name, source in bundles.items():
             for library in (None, plugins) if one.has_plugins else (None,):
-                name = f"{one.name}-{bundle_name}" + ("-plugins" if library else "")
-                found += _engine_steps(
-                    name, one.name, bundle, folder / name, exported.get(bundle_name, ("library",)), library
-                )
-    return [*found, *_test_steps(plugins), *_sanitizer_steps(kernels)]
+                bundle = folder / (f"{one.name}-{name}" + ("-plugins" if library else ""))
+                found += _engine_steps(one.name, source, bundle, exported[name], library)
+                in_cpp.append(_cpp_step(one.name, bundle, library))
+                times += _time_steps(one.name, bundle, library)
+    times = [_kernel_times(given, kernels, folder), _host_step(reference, folder), *times]
+    return [*found, *_test_steps(plugins), *in_cpp, *times]
 
 
 def cli(*arguments: object) -> tuple[str, ...]:
@@ -120,54 +144,45 @@ def tests(*files: str) -> tuple[str, ...]:
     return (PYTHON, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files)
 
 
-def _kernel_steps(given: Given, kernels: Path, folder: Path) -> list[Step]:
+def _kernel_steps(given: Given, build: Path, kernels: Path, plugins: Path) -> list[Step]:
+    """The kernel and the plugin are there, or compile; and the bare kernel is right."""
     code = (
         f"import sys; sys.path.insert(0, 'plugins/capi'); import tide_kernels as tk; "
         f"print('version', tk.VERSION, tk.Kernels({str(kernels)!r}).loaded)"
     )
-    if given.kernels is not None:
-        made = [Step("kernels", "the kernels that were compiled elsewhere load", (PYTHON, "-c", code), 60)]
-    else:
-        build = kernels.parents[1]
-        native = (program("cmake"), program("nvcc"))
-        made = [
-            Step(
-                "configure",
-                "the toolkit is found",
-                ("cmake", "--preset", "plugins", "-B", str(build), "-DTENSORRT_ROOT="),
-                120,
-                (),
-                native,
-            ),
-            Step(
-                "kernels",
-                "the kernels compile for this GPU",
-                ("cmake", "--build", str(build), "--target", "tide_kernels", "--parallel", str(os.cpu_count() or 2)),
-                MAX_SECONDS,
-                ("configure",),
-            ),
-        ]
-    times = tool("benchmarks/kernels", kernels, "--json", folder / "kernels.json")
-    return [
-        *made,
-        Step(
-            "kernel-tests",
-            "the kernels equal float64 on this GPU",
-            tests("tests/gpu/test_kernels_gpu.py"),
-            MAX_SECONDS,
-            ("kernels",),
-            (gpu,),
-            (("TIDE_KERNELS_LIBRARY", str(kernels)),),
-        ),
-        Step(
-            "kernel-times",
-            "kernel times against the memory floor, PyTorch and TIDE's own kernels",
-            (*times, *(("--tide", str(given.tide)) if given.tide else ())),
-            MAX_SECONDS,
-            ("kernels",),
-            (torch_on_gpu,),
-        ),
-    ]
+    opened = f"import ctypes; print(ctypes.CDLL({str(plugins)!r}))"
+    native = (program("cmake"), program("nvcc"))
+    root = os.environ.get("TENSORRT_ROOT") or DECLARED
+    configure = ("cmake", "--preset", "plugins", "-B", str(build), f"-DTENSORRT_ROOT={root}")
+    compiling = ("cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 2), "--target")
+    made = []
+    if given.kernels is None or given.plugins is None:
+        made = [Step("configure", "the toolkit is found", configure, 120, (), native)]
+    for name, given_library, check, shows in (
+        ("kernels", given.kernels, code, "the kernels"),
+        ("plugins", given.plugins, opened, "the plugins"),
+    ):
+        if given_library is not None:
+            made += [Step(name, f"{shows} that were compiled elsewhere load", (PYTHON, "-c", check), 60)]
+        else:
+            target = (*compiling, f"tide_{name}")
+            made += [Step(name, f"{shows} compile for this GPU", target, MAX_SECONDS, ("configure",))]
+    shows, command = "the kernels equal float64 on this GPU, in CUDA graphs too", tests("tests/gpu/test_kernels_gpu.py")
+    library = (("TIDE_KERNELS_LIBRARY", str(kernels)),)
+    return [*made, Step("kernel-tests", shows, command, MAX_SECONDS, ("kernels",), (gpu,), library)]
+
+
+def _kernel_times(given: Given, kernels: Path, folder: Path) -> Step:
+    shows = "kernel times against the memory floor, PyTorch and TIDE's own kernels"
+    beside = ("--tide", given.tide) if given.tide else ()
+    times = tool("benchmarks/kernels", kernels, "--json", folder / "kernels.json", *beside)
+    return Step("kernel-times", shows, times, 180, ("kernels",), (torch_on_gpu,))
+
+
+def _host_step(bundle: Path, folder: Path) -> Step:
+    found = ("--rounds", "10", "--json", folder / "host-loop.json")
+    shows = "what a token costs on this machine's CPU beside the networks' runs"
+    return Step("host-loop", shows, tool("benchmarks/host_loop", bundle, *found), 120, ("library",), (program("cc"),))
 
 
 def _export_step(weights: str, target: Path) -> Step:
@@ -183,168 +198,115 @@ def _export_step(weights: str, target: Path) -> Step:
     )
 
 
-def _cuda_steps(name: str, bundle: Path, reference: Path, folder: Path, after: tuple[str, ...]) -> list[Step]:
-    """The segment networks in ONNX Runtime on CUDA."""
-    step = f"networks-cuda-{name}"
-    given = ("cuda", "--reference", reference, "--new-tokens", "128", "--json", folder / f"{step}.json")
+def _network_steps(name: str, bundle: Path, reference: Path, folder: Path, after: tuple[str, ...]) -> list[Step]:
+    """The segment networks on a GPU without TensorRT: in PyTorch, and in ONNX Runtime on CUDA."""
     if bundle != reference and after != ("library",):
         after = (*after, "export-fp32")
+
+    def given(step: str) -> tuple[object, ...]:
+        return ("--reference", reference, "--new-tokens", "64", "--rounds", "2", "--json", folder / f"{step}.json")
+
+    torch, cuda = f"networks-torch-{name}", f"networks-cuda-{name}"
+    shows = "logits, exits and tokens against the graph on the CPU, and times"
     return [
         Step(
-            step,
-            "ONNX Runtime on CUDA: logits, exits and tokens against the graph on the CPU, and times",
-            tool("checks/networks", bundle, *given),
-            MAX_SECONDS,
+            torch,
+            f"the runtime's memory, stream and CUDA graphs, recorded and replayed, with PyTorch in them: {shows}",
+            tool("checks/gpu_torch", bundle, *given(torch)),
+            180,
+            after,
+            (torch_on_gpu, package("onnx")),
+        ),
+        Step(
+            cuda,
+            f"ONNX Runtime on CUDA: {shows}",
+            tool("checks/networks", bundle, "cuda", *given(cuda)),
+            180,
             after,
             (onnxruntime_on_gpu,),
-        ),
-        Step(
-            f"cuda-{name}",
-            "ONNX Runtime on CUDA: decode times",
-            cli("bench", bundle, "--provider", "cuda", "--json"),
-            300,
-            after,
-            (onnxruntime_on_gpu,),
-        ),
-    ]
-
-
-def _plugin_build_steps(build: Path) -> list[Step]:
-    needs = (headers("TENSORRT_ROOT"), program("cmake"), program("nvcc"))
-    return [
-        Step(
-            "configure-plugins",
-            "TensorRT's headers are found",
-            ("cmake", "--preset", "plugins", "-B", str(build)),
-            120,
-            (),
-            needs,
-        ),
-        Step(
-            "plugins",
-            "the plugins compile for this GPU",
-            ("cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 2)),
-            MAX_SECONDS,
-            ("configure-plugins",),
         ),
     ]
 
 
 def _engine_steps(
-    name: str, flavour_name: str, source: Path, bundle: Path, after: tuple[str, ...], plugins: Path | None
+    flavour_name: str, source: Path, bundle: Path, after: tuple[str, ...], plugins: Path | None
 ) -> list[Step]:
-    """Engines of one flavour, built into a copy of the bundle, compared, run and timed."""
+    """Engines of one flavour, built into a copy of the bundle, compared and run."""
     copy = "import shutil, sys; shutil.rmtree(sys.argv[2], True); shutil.copytree(sys.argv[1], sys.argv[2])"
+    name, run = bundle.name, on_engines(flavour_name, plugins)
     copied, built, loaded = (f"copy-{name}",), (f"build-{name}",), (f"load-{name}",)
-    lacks: tuple[Lacks, ...] = (flavour(flavour_name),)
-    given = ("--plugins", str(plugins)) if plugins else ()  # to run engines that hold none, none may be named
-    run = ("--provider", flavour_name, *given)
+    copying, after = (PYTHON, "-c", copy, str(source), str(bundle)), (*after, "plugins") if plugins else after
+    building = cli("build", bundle, "--target", flavour_name, "--plugins", plugins or "none")
+    shows = "engines build here" + (", with the plugin in them" if plugins else "")
     prompt = ("--prompt", "def main(", "--max-new-tokens", "32", "--json")
-    text = "calibration/text/python-stdlib-validation.jsonl"
-    cases = [
-        "--sizes",
-        "1,2,4,8",
-        "--thresholds",
-        "0.5",
-        "--compactions",
-        "0,1",
-        "--lossless",
-        "0",
-        "--new-tokens",
-        "64",
-    ]
-    times = ("--json", bundle.parent / f"batch-{name}.json")
-    return [
-        Step(
-            copied[0],
-            "",
-            (PYTHON, "-c", copy, str(source), str(bundle)),
-            120,
-            (*after, "plugins") if plugins else after,
-            lacks,
-        ),
-        Step(
-            built[0],
-            "engines build here",
-            cli("build", bundle, "--target", flavour_name, "--plugins", plugins or "none"),
-            MAX_SECONDS,
-            copied,
-        ),
+    comparing = tool("checks/engines", bundle, *((plugins,) if plugins else ()))
+    equal = "every engine equals ONNX Runtime in every profile"
+    found = [
+        Step(copied[0], "", copying, 120, after, (flavour(flavour_name),)),
+        Step(built[0], shows, building, MAX_SECONDS, copied),
         Step(loaded[0], "the engines load and run here", cli("generate", bundle, *run, *prompt), 120, built),
-        Step(
-            f"compare-{name}",
-            "every engine equals ONNX Runtime in every profile",
-            tool("checks/engines", bundle, *given[1:]),
-            300,
-            built,
-            (package("onnxruntime"),),
-        ),
-        Step(f"bench-{name}", "decode times", cli("bench", bundle, *run, "--json"), 300, loaded),
-        Step(
-            f"batch-{name}",
-            "tokens a second over the number of sequences, and that each gets its own",
-            tool("benchmarks/batch", bundle, *run, "--dataset", text, *cases, *times),
-            300,
-            loaded,
-            (package("tokenizers"),),
-        ),
-        Step(
-            f"cpp-{name}",
-            "a program in C++ runs these engines",
-            (str(program_of(bundle.with_name(f"cpp-{flavour_name}"))), str(bundle), "--ids", "5,17,3", *run),
-            300,
-            (*loaded, f"cpp-build-{flavour_name}"),
-            (),
-            (("LD_LIBRARY_PATH", libraries(f"{FLAVOURS[flavour_name].module}_libs")),),
-        ),
+        Step(f"compare-{name}", equal, comparing, MAX_SECONDS, built, (package("onnxruntime"),)),
     ]
+    if name.endswith("-fp32"):  # where verified drafts give the tokens of one by one to the bit
+        drafting = (PYTHON, "-c", DRAFTS, str(bundle), flavour_name)
+        shows = "the drafter's engine drafts, and tokens stay full's"
+        found.append(Step(f"drafter-{name}", shows, drafting, 120, loaded, (drafter(source),)))
+    return found
+
+
+def _time_steps(flavour_name: str, bundle: Path, plugins: Path | None) -> list[Step]:
+    name, run, loaded = bundle.name, on_engines(flavour_name, plugins), (f"load-{bundle.name}",)
+    text, result = "calibration/text/python-stdlib-validation.jsonl", bundle.parent / f"batch-{name}.json"
+    cases = ("--sizes", "1,2,4,8", "--thresholds", "0.5", "--compactions", "0,1", "--lossless", "0")
+    several = tool("benchmarks/batch", bundle, *run, "--dataset", text, *cases, "--new-tokens", 64, "--json", result)
+    shows = "tokens a second over the number of sequences, and that each gets its own"
+    return [
+        Step(f"bench-{name}", "decode times", cli("bench", bundle, *run, "--json"), 180, loaded),
+        Step(f"batch-{name}", shows, several, 240, loaded, (package("tokenizers"),)),
+    ]
+
+
+def drafter(bundle: Path) -> Lacks:
+    has = bundle / "segments" / "drafter.onnx"
+    return lambda: None if has.is_file() else f"no drafter in {bundle.name}: gpu_carry.py packs one"
+
+
+def on_engines(flavour_name: str, plugins: Path | None) -> tuple[str, ...]:
+    """Options that run engines; of those that hold no plugins none may be named."""
+    return ("--provider", flavour_name, *(("--plugins", str(plugins)) if plugins else ()))
 
 
 def _cpp_build_steps(name: str, build: Path) -> list[Step]:
     """The C++ runtime with one flavour's headers."""
     variable, configure = ROOTS[name], f"cpp-configure-{name}"
     options = {"TIDE_WITH_TENSORRT": "ON", "TENSORRT_ROOT": os.environ.get(variable, "")}
-    given = [f"-D{name}={value}" for name, value in options.items()]
+    configuring = ("cmake", "--preset", "runtime", "-B", str(build), *(f"-D{key}={options[key]}" for key in options))
+    compiling = ("cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 2))
+    found = f"what the C++ runtime needs for {FLAVOURS[name].title} is found"
     return [
-        Step(
-            configure,
-            f"what the C++ runtime needs for {FLAVOURS[name].title} is found",
-            ("cmake", "--preset", "runtime", "-B", str(build), *given),
-            120,
-            (),
-            (flavour(name), program("cmake"), headers(variable)),
-        ),
-        Step(
-            f"cpp-build-{name}",
-            "it compiles",
-            ("cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 2)),
-            MAX_SECONDS,
-            (configure,),
-        ),
+        Step(configure, found, configuring, 120, (), (flavour(name), headers(variable), program("cmake"))),
+        Step(f"cpp-build-{name}", "it compiles", compiling, MAX_SECONDS, (configure,)),
     ]
+
+
+def _cpp_step(flavour_name: str, bundle: Path, plugins: Path | None) -> Step:
+    run = (str(program_of(bundle.with_name(f"cpp-{flavour_name}"))), str(bundle), "--ids", "5,17,3")
+    libs = (("LD_LIBRARY_PATH", libraries(f"{FLAVOURS[flavour_name].module}_libs")),)
+    after = (f"load-{bundle.name}", f"cpp-build-{flavour_name}")
+    command = (*run, *on_engines(flavour_name, plugins))
+    return Step(f"cpp-{bundle.name}", "a program in C++ runs these engines", command, 120, after, (), libs)
 
 
 def _test_steps(plugins: Path) -> list[Step]:
     exports = tuple(package(name) for name in ("torch", "transformers", "onnxscript", "pydantic", "datasets"))
-    engines = tests("tests/gpu/test_engines.py", "-k")
-    shows = "engines give the tokens of the branched graph, in every mode"
-    return [
-        *(
-            Step(
-                f"engine-tests-{name}", shows, (*engines, chosen), MAX_SECONDS, ("library",), (flavour(name), *exports)
-            )
-            for name, chosen in (("tensorrt", "tensorrt and not rtx and not plugins"), ("tensorrt-rtx", "rtx"))
-        ),
-        Step(
-            "engine-tests-plugins",
-            "so do engines with plugins",
-            (*engines, "plugins"),
-            MAX_SECONDS,
-            ("library", "plugins"),
-            (flavour("tensorrt"), *exports),
-            (("TIDE_PLUGINS", str(plugins)),),
-        ),
-    ]
+    shows = "engines give the tokens of the branched graph, in every mode, from recorded CUDA graphs too"
+    found = []
+    for name, chosen in (("tensorrt", "tensorrt and not rtx and not plugins"), ("tensorrt-rtx", "rtx")):
+        command = tests("tests/gpu/test_engines.py", "-k", chosen)
+        found.append(Step(f"engine-tests-{name}", shows, command, MAX_SECONDS, ("library",), (flavour(name), *exports)))
+    command, given = tests("tests/gpu/test_engines.py", "-k", "plugins"), (("TIDE_PLUGINS", str(plugins)),)
+    lacks, after = (flavour("tensorrt"), *exports), ("library", "plugins")
+    return [*found, Step("engine-tests-plugins", "so do those with plugins", command, MAX_SECONDS, after, lacks, given)]
 
 
 def _sanitizer_steps(kernels: Path) -> list[Step]:
@@ -354,7 +316,7 @@ def _sanitizer_steps(kernels: Path) -> list[Step]:
             f"sanitizer-{name}",
             f"no {finds} in the kernels",
             ("compute-sanitizer", "--tool", name, "--error-exitcode", "1", *run),
-            MAX_SECONDS,
+            150,
             ("kernels",),
             (gpu, program("compute-sanitizer")),
         )
@@ -366,4 +328,4 @@ def program_of(build: Path) -> Path:
     return build / "cpp" / "tide_generate"
 
 
-__all__ = ["FLAVOURS", "ROOT", "Given", "Step", "steps"]
+__all__ = ["FLAVOURS", "KERNELS", "PLUGINS", "ROOT", "Given", "Step", "steps"]
