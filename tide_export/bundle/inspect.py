@@ -1,6 +1,7 @@
 """`tide-export inspect`: describes a bundle, as a dictionary and as text.
 
-Reads only the manifest, and checks the files against it, so it needs neither an engine nor PyTorch.
+Reads the manifest and where segment networks keep their weights, and checks the files against the manifest, so it needs
+neither an engine nor PyTorch.
 """
 
 import os
@@ -9,7 +10,9 @@ from typing import Any
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.engine_fields import FP8, INT4
+from tide_export.bundle.kv_buffers import default_context, is_fused, kv_buffers
 from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.network_weights import network_weights, repeated_size
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.formatting import size, table
 from tide_export.thresholds.resolve import resolve_thresholds
@@ -26,11 +29,12 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
     Raises:
         BundleError: not a bundle, or a file of it is missing, truncated or (with `verify`) corrupt.
     """
-    return describe_bundle(open_bundle(path, verify=verify), verify)
+    bundle = open_bundle(path, verify=verify)
+    return describe_bundle(bundle, verify) | {"network_weights": _network_weights(bundle)}
 
 
 def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
-    """Returns everything `inspect` prints of an open bundle, whose hashes were checked if `verified`."""
+    """Returns what `inspect` prints of an open bundle, whose hashes were checked if `verified`, by its manifest."""
     manifest = bundle.manifest
     model = manifest.model
     return {
@@ -59,6 +63,8 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "kv_bytes_per_token": manifest.kv_token_bytes,
         "segments": _segments(bundle),
         "networks": None if manifest.networks is None else asdict(manifest.networks),
+        "network_kv": _network_kv(manifest),
+        "network_weights": None,
         "engines": None if manifest.engines is None else asdict(manifest.engines),
         "inputs": [asdict(tensor) for tensor in manifest.inputs],
         "outputs": [asdict(tensor) for tensor in manifest.outputs],
@@ -79,6 +85,23 @@ def _tuning_in_force(manifest: Manifest) -> bool:
     record = manifest.tuning or {}
     stored = (record.get("thresholds"), record.get("min_layers"))
     return bool(record.get("certified")) and stored == (list(manifest.thresholds), manifest.min_layers)
+
+
+def _network_kv(manifest: Manifest) -> dict[str, int] | None:
+    """What the K/V of one sequence take on the GPU, and what a token at full depth moves of them, in bytes."""
+    if manifest.networks is None:
+        return None
+    context, layers = default_context(manifest.networks.capacity), range(manifest.model.num_layers)
+    fused = all(is_fused(manifest, k) for k in range(len(manifest.segment_sizes)))
+    return {"context": context, **asdict(kv_buffers(manifest, layers, context, fused))}
+
+
+def _network_weights(bundle: Bundle) -> dict[str, int] | None:
+    """Bytes of the networks' weights, each network with its own, and how many of them are another network's again."""
+    networks = network_weights(bundle)
+    if not networks:
+        return None
+    return {"size": sum(network.size for network in networks.values()), "repeated": repeated_size(networks)}
 
 
 def _segments(bundle: Bundle) -> list[dict[str, Any]]:
@@ -130,7 +153,7 @@ def render(described: dict[str, Any]) -> str:
         "segments",
         table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
     ]
-    lines += _network_lines(described["networks"], described["engines"])
+    lines += _network_lines(described)
     lines += ["", *_calibration_lines(described["calibration"])]
     lines += ["", *_tuning_lines(described["tuning"], described["tuning_in_force"])]
     for key in ("inputs", "outputs"):
@@ -162,15 +185,24 @@ def _drafter(info: dict[str, Any] | None) -> str:
     return f"trained on {record.get('tokens', 'an unknown number of')} tokens of answers{accepted}"
 
 
-def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | None) -> list[str]:
+def _network_lines(described: dict[str, Any]) -> list[str]:
     """The networks and engines for TensorRT, if any."""
+    networks, engines = described["networks"], described["engines"]
     if networks is None:
         return []
+    kv, weights = described["network_kv"], described["network_weights"]
     lines = [
         "",
         f"networks   {_precision(networks)}, K/V buffers of {networks['capacity']} tokens, runs over at most "
         f"{networks['max_tokens']}, {networks['max_batch_size']} sequences in a batch",
+        f"K/V        {size(kv['held'])} on the GPU for each sequence, however short; a token at full depth copies "
+        f"{size(kv['copied'])} and reads {size(kv['read'])} of it at {kv['context']} tokens",
     ]
+    if weights is not None:
+        lines.append(
+            f"memory     {size(weights['size'])} of weights, {size(weights['repeated'])} of them copies, because "
+            "engines share none: a tied embedding, tables of positions"
+        )
     if engines is None:
         return [*lines, "engines    none: tide-export build builds them"]
     gpus = ", ".join(engines["compute_capabilities"]) or "of all GPUs it supports"

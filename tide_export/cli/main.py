@@ -21,6 +21,7 @@ from tide_export.cli.adapt import run_adapt
 from tide_export.cli.draft import run_draft
 from tide_export.cli.fields import given
 from tide_export.cli.generate import run_generate
+from tide_export.cli.inspect import run_inspect
 from tide_export.cli.options import PROGRAM, build_parser, config_flag
 from tide_export.cli.serve import run_serve
 from tide_export.cli.torch_environment import prepare
@@ -138,20 +139,6 @@ def _bench(options: Namespace) -> int:
     return 0
 
 
-def _inspect(options: Namespace) -> int:
-    from tide_export.bundle.inspect import describe, render
-
-    if options.trtexec:
-        from tide_export.bundle.opened import open_bundle
-        from tide_export.engines.trtexec import trtexec_lines
-
-        print("\n".join(trtexec_lines(open_bundle(options.bundle, verify=options.verify).manifest, options.bundle)))
-        return 0
-    described = describe(options.bundle, verify=options.verify)
-    print(json.dumps(described, indent=2) if options.json else render(described))
-    return 0
-
-
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "adapt": run_adapt,
     "calibrate": _calibrate,
@@ -164,7 +151,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "serve": run_serve,
     "triton": run_triton,
     "bench": _bench,
-    "inspect": _inspect,
+    "inspect": run_inspect,
 }
 
 

@@ -12,6 +12,7 @@ from tide_export.cli.adapt import add_adapt_options
 from tide_export.cli.draft import add_draft_options
 from tide_export.cli.fields import field_option, whole_numbers, yes_or_no
 from tide_export.cli.generate import add_prompt_options, add_sampling_options
+from tide_export.cli.inspect import add_inspect_options
 from tide_export.cli.serve import add_serve_options
 from tide_export.cli.triton import add_triton_options
 from tide_export.thresholds.resolve import MODES
@@ -331,14 +332,7 @@ def _add_bench(commands) -> None:
 
 
 def _add_inspect(commands) -> None:
-    parser = _command(commands, "inspect", "Print what is in a bundle.")
-    parser.add_argument("bundle", metavar="BUNDLE")
-    _add_no_verify(parser)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print it as JSON")
-    how.add_argument(
-        "--trtexec", action="store_true", help="print the trtexec command that builds each engine, for TensorRT"
-    )
+    add_inspect_options(_command(commands, "inspect", "Print what is in a bundle."))
 
 
 def _add_exit_options(parser: argparse.ArgumentParser) -> None:
@@ -362,10 +356,6 @@ def _add_engine_options(parser: argparse.ArgumentParser, json: str = "print one 
         "--no-verify", dest="verify", action="store_false", help="do not hash the bundle's files before running it"
     )
     parser.add_argument("--json", action="store_true", help=json)
-
-
-def _add_no_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash the bundle's files")
 
 
 def _add_batch_size(parser: argparse.ArgumentParser, default: str) -> None:

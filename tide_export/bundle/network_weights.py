@@ -1,0 +1,139 @@
+"""Reads which stored weights each segment network holds, from its ONNX file, without the package onnx.
+
+A network's file names its weights of 1 kB and more by their place in the one file that all networks share. So two
+networks that hold the same weight name the same place, and engines built from them both hold it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tide_export.bundle.opened import ADVICE, Bundle
+from tide_export.errors import BundleError
+from tide_export.names import AFTER_SEGMENTS, network_file, segment
+
+# Numbers of the fields in onnx.proto (github.com/onnx/onnx).
+MODEL_GRAPH = 7
+GRAPH_NODE, GRAPH_INITIALIZER = 1, 5
+NODE_INPUT, NODE_OP_TYPE = 1, 4
+TENSOR_DIMS, TENSOR_NAME, TENSOR_EXTERNAL_DATA = 1, 8, 13
+ENTRY_KEY, ENTRY_VALUE = 1, 2
+# Inputs of operators that read a few rows of a table, and not all of it.
+ROWS_OF = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2)}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight in the file that the networks share."""
+
+    offset: int  # in bytes, in that file
+    size: int  # in bytes
+    is_table: bool  # a run reads a row of it per token: an embedding, rotary tables
+    is_gathered: bool  # a table of matrices, of which a run reads those of the token's experts
+
+
+@dataclass(frozen=True)
+class NetworkWeights:
+    """What one network holds."""
+
+    weights: tuple[StoredWeight, ...]
+    attentions: int  # attention operators; layers with softcaps, sinks or biases have none, but matmuls
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(weight.size for weight in self.weights)
+
+    @property
+    def table_size(self) -> int:
+        """In bytes, of tables."""
+        return sum(weight.size for weight in self.weights if weight.is_table)
+
+
+def network_weights(bundle: Bundle) -> dict[str, NetworkWeights]:
+    """The weights of every segment and of AFTER_SEGMENTS, by the networks' names; empty without segment networks.
+
+    Raises:
+        BundleError: a network's file is no ONNX file, or cannot be read.
+    """
+    if bundle.manifest.networks is None:
+        return {}
+    found = {}
+    for name in (*(segment(k) for k in range(len(bundle.manifest.segment_sizes))), *AFTER_SEGMENTS):
+        file = bundle.file(network_file(name))
+        try:
+            found[name] = parse_network(file.read_bytes())
+        except (ValueError, LookupError):
+            raise BundleError(f"bundle file '{file.path}' is no ONNX network; {ADVICE}") from None
+    return found
+
+
+def repeated_size(networks: dict[str, NetworkWeights]) -> int:
+    """Bytes of weights that lie on the GPU again: engines share none, so each holds what its network names."""
+    places = Counter((weight.offset, weight.size) for network in networks.values() for weight in network.weights)
+    return sum(size * (count - 1) for (_, size), count in places.items())
+
+
+def parse_network(content: bytes) -> NetworkWeights:
+    """Reads one network.
+
+    Raises:
+        ValueError, LookupError: it is not an ONNX file.
+    """
+    stored: dict[str, tuple[int, int, int]] = {}  # offset, size and rank
+    readers = defaultdict[str, set[tuple[str, int]]](set)
+    attentions = 0
+    for graph in _messages(content, MODEL_GRAPH):
+        for tensor in _messages(graph, GRAPH_INITIALIZER):
+            entries = {
+                _text(entry, ENTRY_KEY): _text(entry, ENTRY_VALUE) for entry in _messages(tensor, TENSOR_EXTERNAL_DATA)
+            }
+            if entries:
+                rank = sum(number == TENSOR_DIMS for number, _ in _fields(tensor))
+                stored[_text(tensor, TENSOR_NAME)] = (int(entries.get("offset", 0)), int(entries["length"]), rank)
+        for node in _messages(graph, GRAPH_NODE):
+            op_type = _text(node, NODE_OP_TYPE)
+            attentions += op_type == "Attention"
+            for index, read in enumerate(_messages(node, NODE_INPUT)):
+                readers[read.decode()].add((op_type, index))
+    weights = []
+    for name, (offset, size, rank) in stored.items():
+        by_rows = readers[name] <= ROWS_OF
+        weights.append(StoredWeight(offset, size, by_rows and rank <= 2, by_rows and rank > 2))
+    return NetworkWeights(tuple(weights), attentions)
+
+
+def _messages(content: bytes, number: int) -> list[bytes]:
+    """The values of one field of a protobuf message that are messages or texts."""
+    return [value for field, value in _fields(content) if field == number and isinstance(value, bytes)]
+
+
+def _text(content: bytes, number: int) -> str:
+    """The last value of a field that is a text; empty if there is none."""
+    return (_messages(content, number) or [b""])[-1].decode()
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a protobuf message (protobuf.dev/programming-guides/encoding)."""
+    at = 0
+    while at < len(content):
+        key, at = _varint(content, at)
+        kind = key & 7
+        value: int | bytes
+        if kind == 0:
+            value, at = _varint(content, at)
+        else:
+            size, at = _varint(content, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+            value, at = content[at : at + size], at + size
+        if at > len(content):
+            raise ValueError("a field ends after its message")
+        yield key >> 3, value
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    """The number at a place, and the place after it."""
+    value = shift = 0
+    while content[at] & 0x80:
+        value |= (content[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | content[at] << shift, at + 1

@@ -1,0 +1,272 @@
+"""`tide-export inspect --roofline`: predicts a token's time on a GPU from the bytes that it moves, without that GPU.
+
+Decoding one sequence is bound by memory: a run reads its engine's weights and the sequence's K/V once. What the host
+adds at each boundary between engines is an estimate. Nothing here is measured, and every number is printed as a
+prediction, with what is assumed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from tide_export.bundle.gpu_bandwidth import bandwidth_of
+from tide_export.bundle.kv_buffers import BLOCK_ROWS, KvBuffers, default_context, is_fused, kv_buffers
+from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.network_weights import NetworkWeights, network_weights
+from tide_export.bundle.opened import Bundle
+from tide_export.errors import BundleError, ConfigError
+from tide_export.formatting import size, table
+from tide_export.names import BEST, HEAD, segment
+from tide_export.thresholds.resolve import resolve_thresholds
+from tide_export.values import whole_number
+
+SHARE = 0.8  # of the bandwidth that decoding reaches. An estimate: 650 us for four layers of 8B in bf16 on an H100
+
+ENGINE_COLUMNS = ("engine", "weights read", "K/V held", "K/V copied", "K/V read", "launches", "waits")
+
+Range = tuple[float, float]  # for lowest and highest costs of the host
+
+
+class Host(NamedTuple):
+    """What drives the engines. Estimates, in microseconds in which the GPU is idle."""
+
+    name: str
+    step: Range  # of the launch that ends a token, and its wait
+    checkpoint: Range  # of a place where a token may exit: another launch and wait, or a node in the one that there is
+
+
+HOSTS = (
+    Host("Python", (50.0, 100.0), (50.0, 100.0)),
+    Host("C++", (15.0, 25.0), (15.0, 25.0)),
+    Host("conditional graph", (15.0, 25.0), (2.0, 5.0)),
+)
+
+
+@dataclass(frozen=True)
+class EngineBytes:
+    """What one launch moves for one token of one sequence, in bytes, and whether the host waits for its end."""
+
+    engine: str
+    weights_read: int
+    kv: KvBuffers
+    waits: int  # 1 or 0, in mode exit
+
+    @property
+    def moved(self) -> int:
+        return self.weights_read + 2 * self.kv.copied + self.kv.read
+
+
+@dataclass(frozen=True)
+class Path:
+    """A way of one token through the engines; launches and waits are those of a host that launches every engine."""
+
+    token: str
+    launches: int
+    waits: int
+    microseconds: dict[str, Range]  # by the host's name
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Share of tokens that must exit at a checkpoint, the others running all layers, for `exit` to be as fast as
+    `full`."""
+
+    checkpoint: int  # layers run there
+    exit_rate: dict[str, tuple[float | None, float | None]]  # by the host's name; None: no share is enough
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The prediction."""
+
+    gpu: str
+    bytes_per_second: float
+    context: int  # tokens in the K/V
+    capacity: int  # tokens that they can hold
+    built: bool  # weights are what the builder reported; else what the networks hold
+    engines: tuple[EngineBytes, ...]
+    paths: tuple[Path, ...]
+    break_even: tuple[BreakEven, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        assumed = {
+            "bandwidth_share": SHARE,
+            "microseconds_per_step": {host.name: host.step for host in HOSTS},
+            "microseconds_per_checkpoint": {host.name: host.checkpoint for host in HOSTS},
+        }
+        return {"prediction": True, "assumed": assumed, **asdict(self)}
+
+    def render(self) -> str:
+        """The text."""
+        hosts = [host.name for host in HOSTS]
+        engines = [
+            [
+                engine.engine,
+                *map(size, (engine.weights_read, engine.kv.held, engine.kv.copied, engine.kv.read)),
+                *(1, engine.waits),
+                _number(step_time((engine,), self.bytes_per_second)),
+            ]
+            for engine in self.engines
+        ]
+        paths = [[p.token, p.launches, p.waits, *(_span(p.microseconds[host]) for host in hosts)] for p in self.paths]
+        rates = [
+            [f"{entry.checkpoint} layers", *(_shares(*entry.exit_rate[host]) for host in hosts)]
+            for entry in self.break_even
+        ]
+        lines = [
+            f"roofline   of {self.gpu}, {self.bytes_per_second / 1e12:g} TB/s: every time and rate below is a "
+            "prediction, none is measured",
+            f"step       one token of one sequence, {self.context} of {self.capacity} tokens in its K/V",
+            *_assumptions(self.built),
+            "",
+            table([*ENGINE_COLUMNS, "predicted us"], engines),
+            "",
+            "predicted microseconds a token",
+            table(["token", "launches", "waits", *hosts], paths),
+        ]
+        if not rates:
+            return "\n".join([*lines, "", "no checkpoint may exit: mode exit is full depth"])
+        title = "predicted share of tokens that must exit there, the others running all layers, for exit to be as fast "
+        return "\n".join([*lines, "", title + "as full", table(["exit after", *hosts], rates)])
+
+
+def predict(bundle: Bundle, gpu: str, context: int | None = None) -> Roofline:
+    """Predicts the times of a bundle's engines on a GPU.
+
+    Args:
+        gpu: a name of `gpu_bandwidth.GPUS`, or a bandwidth such as `1.2TB/s`.
+        context: tokens in the K/V, the new one included, at most what the buffers hold; None: `default_context`.
+
+    Raises:
+        ConfigError: the GPU is not known, or `context` is out of range.
+        BundleError: the bundle holds no segment networks, or they have experts.
+    """
+    manifest = bundle.manifest
+    info = manifest.networks
+    if info is None:
+        raise BundleError(f"bundle '{bundle.path}' holds no segment networks: export it with --target tensorrt")
+    name, bandwidth = bandwidth_of(gpu)
+    tokens = default_context(info.capacity) if context is None else context
+    whole_number("context", tokens, 1, info.capacity, ConfigError)
+    weights = network_weights(bundle)
+    if any(weight.is_gathered for network in weights.values() for weight in network.weights):
+        raise BundleError(f"bundle '{bundle.path}' has experts, and of how many a token reads the weights is not known")
+    active = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
+    exits = [threshold < 1 for threshold in active]
+    engines = engine_bytes(manifest, weights, exits, tokens)
+    built = manifest.engines is not None and manifest.engines.built is not None
+    paths, rates = token_paths(engines, bandwidth, [p for p, on in zip(manifest.checkpoints, exits, strict=True) if on])
+    return Roofline(name, bandwidth, tokens, info.capacity, built, engines, paths, rates)
+
+
+def engine_bytes(
+    manifest: Manifest, weights: dict[str, NetworkWeights], exits: list[bool], context: int
+) -> tuple[EngineBytes, ...]:
+    """What each launch moves: one per segment, and the last with the head and the choice of the most likely token.
+
+    Args:
+        weights: of the networks, by name.
+        exits: whether a token may exit after each segment but the last.
+        context: tokens in the K/V.
+    """
+    built = None if manifest.engines is None else manifest.engines.built
+    engines, first = [], 0
+    for k, count in enumerate(manifest.segment_sizes):
+        network = weights[segment(k)]
+        held = network.size if built is None else built[segment(k)].weights_bytes
+        kv = kv_buffers(manifest, range(first, first + count), context, is_fused(manifest, k, network.attentions))
+        waits = int(k < len(exits) and exits[k])
+        engines.append(EngineBytes(segment(k), max(0, held - network.table_size), kv, waits))
+        first += count
+    after = [weights[name].size if built is None else built[name].weights_bytes for name in (HEAD, BEST)]
+    return (*engines, EngineBytes(f"{HEAD}, {BEST}", sum(after), KvBuffers(0, 0, 0), 1))
+
+
+def step_time(engines: Sequence[EngineBytes], bytes_per_second: float) -> float:
+    """Microseconds in which a GPU of that bandwidth runs the engines once."""
+    return sum(engine.moved for engine in engines) / (bytes_per_second * SHARE) * 1e6
+
+
+def token_paths(
+    engines: Sequence[EngineBytes], bytes_per_second: float, checkpoints: Sequence[int]
+) -> tuple[tuple[Path, ...], tuple[BreakEven, ...]]:
+    """The ways of a token, full depth first, and where skipping breaks even.
+
+    Args:
+        engines: segments, of which those that end where a token may exit wait; the last is the head.
+        checkpoints: layers run where a token may exit.
+    """
+    *segments, head = engines
+
+    def path(token: str, runs: int, waits: int) -> Path:
+        gpu = step_time((*segments[:runs], head), bytes_per_second)
+        times = {}
+        for host in HOSTS:
+            low, high = (gpu + step + (waits - 1) * each for step, each in zip(host.step, host.checkpoint, strict=True))
+            times[host.name] = (low, high)
+        return Path(token, runs + 1, waits, times)
+
+    full = path("full depth, mode full", len(segments), head.waits)
+    if not checkpoints:
+        return (full,), ()
+    deep = path("full depth, mode exit", len(segments), sum(engine.waits for engine in engines))
+    ends = [k for k, engine in enumerate(segments, 1) if engine.waits]
+    exits = [
+        path(f"exits after {c} layers", k, n + 1) for n, (c, k) in enumerate(zip(checkpoints, ends, strict=True), 1)
+    ]
+    rates = []
+    for checkpoint, left in zip(checkpoints, exits, strict=True):
+        shares = {}
+        for host in HOSTS:
+            times = (p.microseconds[host.name] for p in (full, deep, left))
+            low, high = (break_even(*costs) for costs in zip(*times, strict=True))
+            shares[host.name] = (low, high)
+        rates.append(BreakEven(checkpoint, shares))
+    return (full, deep, *exits), tuple(rates)
+
+
+def break_even(full: float, deep: float, left: float) -> float | None:
+    """Share of exits at which mode `exit` takes as long as mode `full`; None if no share is enough.
+
+    Args:
+        full: time of a token in mode `full`.
+        deep: of one that could have exited and did not.
+        left: of one that exits.
+    """
+    return (deep - full) / (deep - left) if left < full else None
+
+
+def _assumptions(built: bool) -> list[str]:
+    """What the prediction rests on, a line each."""
+    python, native, graph = HOSTS
+    return [
+        f"assumed    {100 * SHARE:.0f} % of the bandwidth is reached, and only memory traffic takes time: what many "
+        "small kernels take comes on top",
+        f"           a launch with its wait leaves the GPU idle for {_span(native.step)} us from C++, "
+        f"{_span(python.step)} us from Python, or as C++ where it replays a recorded run",
+        "           in a conditional CUDA graph a token is one launch and one wait, from C++, and a checkpoint "
+        f"{_span(graph.checkpoint)} us",
+        "           a run over the tokens that wait takes as long as one over a single token",
+        "           each run copies the K/V buffers, which counts twice, then reads the rows in use, in blocks of "
+        f"{BLOCK_ROWS}, or all where attention is not fused",
+        f"           weights are those that {'the builder reported' if built else 'the networks hold'}, but tables of "
+        "which a token reads a row",
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _span(span: Range) -> str:
+    low, high = (f"{value:.0f}" for value in span)
+    return low if low == high else f"{low}-{high}"
+
+
+def _shares(low: float | None, high: float | None) -> str:
+    if low is None:
+        return "never"
+    if high is None:
+        return f"{100 * low:.0f} % or never"
+    return f"{_span((100 * low, 100 * high))} %"
