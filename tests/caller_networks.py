@@ -35,6 +35,7 @@ class CallersNetworks:
         after: called with each run after it, and with its tensors by name.
         recorded: how often runs were captured.
         opened: sets of buffers that are open.
+        forgotten: numbers of recordings that are gone.
     """
 
     def __init__(self, bundle: Bundle, gpu: Gpu | None = None) -> None:
@@ -49,17 +50,19 @@ class CallersNetworks:
         self.runs: list[Run] = []
         self.before: Callable[[Run], None] = lambda run: None
         self.after: Callable[[Run, Mapping[str, np.ndarray]], None] = lambda run, tensors: None
-        self.recorded, self.opened = Counter[Run](), 0
+        self.recorded, self.opened, self.forgotten = Counter[Run](), 0, list[int]()
 
     def __call__(self, stream: int | None) -> "CallersNetworks | Queued":
         self.opened += 1
         return self if stream is None else Queued(self, stream)
 
-    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+    def run(
+        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
+    ) -> bool:
         one = name, tokens, batch_size
         self.before(one)
         self.runs.append(one)
-        self.recorded[one] += recording
+        self.recorded[one] += captured
         spec = self.specs[name]
         tensors = {
             key: _array(addresses[key], tensor.dtype, tensor.dims(tokens, batch_size))
@@ -70,6 +73,9 @@ class CallersNetworks:
             tensors[key][...] = value
         self.after(one, tensors)
         return True
+
+    def forget(self, recording: int) -> None:
+        self.forgotten.append(recording)
 
     def close(self) -> None:
         self.opened -= 1
@@ -90,20 +96,22 @@ class Queued:
 
     def __init__(self, networks: CallersNetworks, stream: int) -> None:
         self._networks, self._stream = networks, stream
-        self._last: dict[str, Run] = {}
-        self.close = networks.close
+        self._last: dict[str, tuple[int, Run]] = {}
+        self.close, self.forget = networks.close, networks.forget
 
-    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+    def run(
+        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
+    ) -> bool:
         networks, gpu, one = self._networks, self._networks.gpu, (name, tokens, batch_size)
         assert gpu is not None
-        if recording and self._last.get(name) != one:
-            raise GenerationError("TensorRT requires a run between a change of shape and a recording")
-        self._last[name] = one
-        networks.recorded[one] += recording
+        if captured and self._last.get(name) != (recording, one):
+            raise GenerationError("TensorRT requires a run before the one that is captured")
+        self._last[name] = recording, one
+        networks.recorded[one] += captured
         spec = networks.specs[name]
         for key, tensor in {**spec.inputs, **spec.outputs}.items():
             gpu.check(addresses[key], tensor.size(tokens, batch_size))
-        gpu.queue(self._stream, lambda: networks.run(name, addresses, tokens, batch_size, False))
+        gpu.queue(self._stream, lambda: networks.run(name, addresses, tokens, batch_size, 0, False))
         return True
 
 

@@ -32,6 +32,7 @@ class Sequence {
   virtual std::int64_t limit() const = 0;                                   // tokens it may have, at most
 
   std::size_t candidates = 0;  // how many of the largest logits who steps it needs; 0: all
+  bool scores = true;          // whether who steps it alone reads the router's scores
   bool states = false;         // whether who steps it needs final states
 };
 
@@ -52,6 +53,7 @@ class SequenceState {
 
   std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
   std::size_t candidates = 0;         // how many of the largest logits who steps it needs; 0: all
+  bool scores = true;                 // whether who steps it alone reads the router's scores
   bool states = false;                // whether who steps it needs final states
 
   std::int64_t length() const { return lengths[0]; }

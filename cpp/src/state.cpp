@@ -39,7 +39,10 @@ StepResult State::step(std::vector<std::int64_t> const& ids, std::int64_t logits
   return step(ids.data(), ids.size(), logits_to_keep, full);
 }
 
-void State::use_candidates(std::size_t count) { sequence_->candidates = count; }
+void State::use_candidates(std::size_t count) {
+  sequence_->candidates = count;
+  sequence_->scores = false;
+}
 
 void State::use_states(bool states) { sequence_->states = states; }
 

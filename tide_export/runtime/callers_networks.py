@@ -21,24 +21,34 @@ logger = logging.getLogger("tide_export")
 
 Open = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, POINTER(c_int64))
 Run = ctypes.CFUNCTYPE(
-    *(c_int, c_void_p, c_int64, c_char_p, POINTER(c_char_p), POINTER(c_void_p), c_size_t, c_int64, c_int64, c_int)
+    *(c_int, c_void_p, c_int64, c_char_p, POINTER(c_char_p), POINTER(c_void_p), c_size_t),
+    *(c_int64, c_int64, c_int64, c_int),
 )
+Forget = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int64)
 Close = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
 
 
 class Networks(Protocol):
     """The networks of one set of buffers."""
 
-    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+    def run(
+        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
+    ) -> bool:
         """Queues a run of a network, and returns whether its runs can be recorded.
 
         Args:
             addresses: of its tensors' memory, by name.
-            recording: whether the stream is captured now.
+            recording: 0, or the number of a recording that the run is part of: it is queued, then captured with the
+                same arguments, and what it uses must not change after that.
+            captured: whether the stream is captured now.
 
         Raises:
             GenerationError: it failed.
         """
+        ...
+
+    def forget(self, recording: int) -> None:
+        """Frees what was kept for a recording, if anything was."""
         ...
 
     def close(self) -> None:
@@ -59,6 +69,7 @@ class _Struct(ctypes.Structure):
         ("gpu", c_int),
         ("open", Open),
         ("run", Run),
+        ("forget", Forget),
         ("close", Close),
         ("reports", c_int),
     )
@@ -86,7 +97,7 @@ class _Callbacks:
 
     def __init__(self, provider: str, opener: Opener, gpu: int) -> None:
         self._opener, self._opened, self._numbers = opener, dict[int, Networks](), 0
-        functions = Open(self._open), Run(self._run), Close(self._close)
+        functions = Open(self._open), Run(self._run), Forget(self._forget), Close(self._close)
         self.struct = _Struct(None, provider.encode(), gpu, *functions, 1)
 
     def _open(self, _: Any, stream: int | None, number: Any) -> int:
@@ -110,14 +121,21 @@ class _Callbacks:
         tokens: int,
         batch_size: int,
         recording: int,
+        captured: int,
     ) -> int:
         try:
             named = {tensors[i].decode(): int(addresses[i] or 0) for i in range(count)}
-            records = self._opened[number].run(network.decode(), named, tokens, batch_size, bool(recording))
+            records = self._opened[number].run(network.decode(), named, tokens, batch_size, recording, bool(captured))
             _report(native.OK if records else native.ENDED)
         except BaseException as error:
             _failed(f"a run of {network.decode()} failed", error)
         return native.OK
+
+    def _forget(self, _: Any, number: int, recording: int) -> None:
+        try:
+            self._opened[number].forget(recording)
+        except BaseException as error:
+            _failed("a recording cannot be forgotten", error)
 
     def _close(self, _: Any, number: int) -> None:
         try:

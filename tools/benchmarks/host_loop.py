@@ -48,15 +48,17 @@ static double now(void) {
   return at.tv_sec + 1e-9 * at.tv_nsec;
 }
 static tide_status open_set(void* context, void* stream, int64_t* number) { return *number = 0, TIDE_OK; }
+static void forget(void* context, int64_t number, int64_t recording) {}
 static void close_set(void* context, int64_t number) {}
 static tide_status run(void* context, int64_t number, const char* network, const char* const* tensors,
-                       void* const* addresses, size_t count, int64_t tokens, int64_t batch_size, int recording) {
+                       void* const* addresses, size_t count, int64_t tokens, int64_t batch_size, int64_t recording,
+                       int captured) {
   double const started = now();
   for (size_t at = 0; at < size; at += 64) (void)memory[at];
   seconds += now() - started;
   return TIDE_OK;
 }
-tide_networks const networks = {NULL, "nothing", -1, open_set, run, close_set, 0};
+tide_networks const networks = {NULL, "nothing", -1, open_set, run, forget, close_set, 0};
 """
 LIBRARY, GENERATE, STREAM = "the library", "Engine.generate", "Engine.stream"
 MODES: dict[str, dict[str, Any]] = {"full": {"mode": "full"}, "exit": {"mode": "exit", "threshold": 0.5}}

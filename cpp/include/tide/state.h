@@ -72,7 +72,7 @@ class State {
   std::vector<std::int64_t> computed() const;         // tokens that each segment has run over
   std::vector<std::int64_t> pending() const;          // pending tokens before segment 1, 2, ...
 
-  // Internal: lets steps give the largest `count` logits alone, where the engine can; 0: all.
+  // Internal: lets steps give the largest `count` logits alone, where the engine can; 0: all. And no scores.
   void use_candidates(std::size_t count);
 
   // Internal: lets steps give final states.

@@ -93,15 +93,18 @@ TIDE_API void tide_engine_free(tide_engine* engine);
  * gpu: the number of the GPU whose memory they run on; -1: the host's. provider: the engine's name.
  * open begins a set of networks whose work is queued on a CUDA stream (NULL on the host), and sets its number; close ends it.
  * run queues a run of a network over `tokens` tokens of each of `batch_size` sequences: its tensors by name, and their
- *     addresses. recording: whether the stream is captured. It returns TIDE_ENDED where it ran, but runs of this network cannot
- *     be recorded. */
+ *     addresses. recording: 0, or the number of a recording that the run is part of, which is queued first and then, with the
+ *     same arguments, captured: what it uses must not change after that, until forget. captured: whether the stream is captured.
+ *     It returns TIDE_ENDED where it ran, but runs of this network cannot be recorded.
+ * forget says that a recording is gone; it may be called while another run is queued. */
 typedef struct {
   void* context;
   const char* provider;
   int gpu;
   tide_status (*open)(void* context, void* stream, int64_t* number);
   tide_status (*run)(void* context, int64_t number, const char* network, const char* const* tensors, void* const* addresses,
-                     size_t count, int64_t tokens, int64_t batch_size, int recording);
+                     size_t count, int64_t tokens, int64_t batch_size, int64_t recording, int captured);
+  void (*forget)(void* context, int64_t number, int64_t recording);
   void (*close)(void* context, int64_t number);
   int reports; /* whether open and run call tide_report */
 } tide_networks;

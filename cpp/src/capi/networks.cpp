@@ -41,12 +41,15 @@ class CallersNetwork final : public tide::Network {
   }
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
-    bool const records = device_ != nullptr && device_->recording();
+    bool const captured = device_ != nullptr && device_->recording();
+    std::int64_t const recording = device_ == nullptr ? 0 : device_->recording_number();
+    if (recording != 0 && !captured) device_->keep(std::make_shared<Recording>(opened_, recording));
     std::vector<void*> const memory(addresses.begin(), addresses.end());
     tide_networks const& networks = opened_->networks;
     begin_report();
     tide_status const returned = networks.run(networks.context, opened_->queue, spec_.name.c_str(), names_.data(),
-                                              memory.data(), names_.size(), tokens, batch_size, records ? 1 : 0);
+                                              memory.data(), names_.size(), tokens, batch_size, recording,
+                                              captured ? 1 : 0);
     tide_status const status = reported(networks.reports, returned);
     if (status != TIDE_ENDED) return Opened::check(status);
     if (device_ != nullptr) {
@@ -55,6 +58,17 @@ class CallersNetwork final : public tide::Network {
   }
 
  private:
+  // What the caller keeps of a recording.
+  struct Recording {
+    Recording(std::shared_ptr<Opened> networks, std::int64_t recording) : opened(std::move(networks)), number(recording) {}
+    ~Recording() { opened->networks.forget(opened->networks.context, opened->queue, number); }
+    Recording(Recording const&) = delete;
+    Recording& operator=(Recording const&) = delete;
+
+    std::shared_ptr<Opened> const opened;
+    std::int64_t const number;
+  };
+
   std::shared_ptr<Opened> const opened_;
   tide::NetworkSpec const& spec_;
   tide::CudaDevice* const device_;  // null: the host

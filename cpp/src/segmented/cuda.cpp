@@ -13,6 +13,9 @@ namespace {
 
 constexpr std::size_t kMaxGraphs = 256;  // recorded per device; the least recently used is evicted
 constexpr std::size_t kMaxSeen = 4096;   // keys seen once
+constexpr int kMaxFailures = 3;          // to record, per device: what else this thread does may have been the cause
+constexpr char const* kRuns = "runs are not recorded as CUDA graphs";
+constexpr char const* kSteps = "steps are not recorded as one CUDA graph each";
 
 thread_local int current_gpu = -1;  // the one that CUDA uses in this thread; -1: not known
 
@@ -21,12 +24,43 @@ std::string reason_of(cuda::Error error) {
                                   : cuda::functions().GetErrorString(error);
 }
 
-// Throws GenerationError unless a call of the runtime API succeeded.
-void require(cuda::Error error, char const* call) {
-  if (error != cuda::kSuccess) throw GenerationError(std::string("CUDA failed (") + call + "): " + reason_of(error));
+// Lets this thread call what CUDA refuses to a thread that records: objects may be destroyed while it does.
+class Relaxed {
+ public:
+  Relaxed() { cuda::functions().ThreadExchangeStreamCaptureMode(&mode_); }
+  ~Relaxed() { cuda::functions().ThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  int mode_ = cuda::kCaptureRelaxed;
+};
+
+void free_memory(void* memory) {
+  Relaxed const relaxed;
+  cuda::functions().Free(memory);
+}
+
+void free_staging(void* memory) {
+  Relaxed const relaxed;
+  cuda::functions().FreeHost(memory);
 }
 
 }  // namespace
+
+namespace cuda {
+
+void require(Error error, char const* call) {
+  if (error != kSuccess) throw GenerationError(std::string("CUDA failed (") + call + "): " + reason_of(error));
+}
+
+void require_recorded(Error error, char const* call) {
+  if (error == kSuccess) return;
+  functions().GetLastError();  // clears it
+  throw RecordingError(std::string("CUDA failed (") + call + "): " + reason_of(error));
+}
+
+}  // namespace cuda
+
+using cuda::require;
 
 void select_gpu(int gpu) {
   int count = 0;
@@ -41,8 +75,9 @@ void select_gpu(int gpu) {
 }
 
 CudaDevice::CudaDevice(int gpu, bool records, std::function<void(std::string const&)> log)
-    : gpu_(gpu), records_(records), log_(std::move(log)) {
+    : gpu_(gpu), records_(records), decides_(false), log_(std::move(log)) {
   select_gpu(gpu);
+  decides_ = cuda::decides();
   try {
     require(cuda::functions().StreamCreateWithFlags(&stream_, cuda::kNonBlocking), "cudaStreamCreateWithFlags");
   } catch (GenerationError const& error) {
@@ -51,8 +86,9 @@ CudaDevice::CudaDevice(int gpu, bool records, std::function<void(std::string con
 }
 
 CudaDevice::~CudaDevice() {
+  Relaxed const relaxed;
   cuda::functions().StreamSynchronize(stream_);
-  for (auto const& [key, graph] : recorded_) cuda::functions().GraphExecDestroy(graph);
+  for (Recording const& one : recorded_) cuda::functions().GraphExecDestroy(one.graph);
   cuda::functions().StreamDestroy(stream_);
 }
 
@@ -67,7 +103,7 @@ Buffer CudaDevice::allocate(std::size_t size) {
   use();
   void* memory = nullptr;
   require(cuda::functions().Malloc(&memory, size), "cudaMalloc");
-  Buffer const buffer{{memory, cuda::functions().Free}, static_cast<std::byte*>(memory), size};
+  Buffer const buffer{{memory, free_memory}, static_cast<std::byte*>(memory), size};
   clear(buffer.address, size, 1, 0);
   return buffer;
 }
@@ -76,7 +112,7 @@ Buffer CudaDevice::staging(std::size_t size) {
   use();
   void* memory = nullptr;
   require(cuda::functions().HostAlloc(&memory, size, 0), "cudaHostAlloc");
-  Buffer const buffer{{memory, cuda::functions().FreeHost}, static_cast<std::byte*>(memory), size};
+  Buffer const buffer{{memory, free_staging}, static_cast<std::byte*>(memory), size};
   std::memset(memory, 0, size);
   return buffer;
 }
@@ -112,72 +148,128 @@ void CudaDevice::synchronize() {
 
 void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
   use();
-  if (auto const entry = index_.find(key); entry != index_.end()) {
-    recorded_.splice(recorded_.end(), recorded_, entry->second);
-    require(cuda::functions().GraphLaunch(entry->second->second, stream_), "cudaGraphLaunch");
-    return;
-  }
+  if (replays(key)) return replay(key);
+  if (!records_ || !seen_before(key)) return work();
+  Making making(*this, key);
   work();  // not recorded: an engine that last ran another shape changes to this one
-  if (!records_) return;
-  if (seen_.erase(key) == 0) {
-    if (seen_.size() == kMaxSeen) seen_.clear();
-    seen_.insert(key);
-    return;
-  }
-  recorded_.emplace_back(key, nullptr);
-  auto const entry = std::prev(recorded_.end());
+  if (records_) making.finish(records_, kRuns, [&] { return instantiated(captured(work)); });
+}
+
+bool CudaDevice::record(WorkKey const& key, std::function<ChosenWork()> const& work) {
+  use();
+  if (replays(key)) return true;
+  if (!records_ || !decides_ || !seen_before(key)) return false;
+  return Making(*this, key).finish(decides_, kSteps, [&] { return recorded(work()); });
+}
+
+void CudaDevice::replay(WorkKey const& key) {
+  use();
+  auto const entry = index_.at(key);
+  recorded_.splice(recorded_.end(), recorded_, entry);
+  require(cuda::functions().GraphLaunch(entry->graph, stream_), "cudaGraphLaunch");
+}
+
+bool CudaDevice::replays(WorkKey const& key) { return index_.count(key) != 0; }
+
+// Returns whether the key was seen once, and forgets it; else it has been seen now.
+bool CudaDevice::seen_before(WorkKey const& key) {
+  if (seen_.erase(key) != 0) return true;
+  if (seen_.size() == kMaxSeen) seen_.clear();
+  seen_.insert(key);
+  return false;
+}
+
+CudaDevice::Making::Making(CudaDevice& device, WorkKey const& key) : device_(device) {
+  device.recorded_.push_back({key, ++device.recordings_});
+  device.making_ = &device.recorded_.back();
+}
+
+CudaDevice::Making::~Making() {
+  if (device_.making_ == nullptr) return;  // it is kept
+  device_.making_ = nullptr;
+  device_.recorded_.pop_back();
+}
+
+// Keeps the recording that `recorded` makes; returns whether it could be made. Where it fails again and again nothing of
+// the kind is recorded from now on: `allowed` is set to false.
+bool CudaDevice::Making::finish(bool& allowed, char const* what, std::function<cuda::GraphExec()> const& recorded) {
   try {
-    entry->second = record(work);
-    index_[key] = entry;
-  } catch (GenerationError const& error) {  // the work was queued above
-    recorded_.erase(entry);
-    end_recording(error.what());
-    return;
-  } catch (...) {  // the key counts as not seen
-    if (entry->second != nullptr) cuda::functions().GraphExecDestroy(entry->second);
-    recorded_.erase(entry);
-    throw;
+    Recording& made = *device_.making_;
+    made.graph = recorded();
+    device_.index_[made.key] = std::prev(device_.recorded_.end());
+  } catch (cuda::RecordingError const& error) {
+    if (++device_.failures_ % kMaxFailures == 0) device_.stop(allowed, what, error.what());
+    return false;
   }
-  evict();
+  device_.making_ = nullptr;
+  device_.evict();
+  return true;
 }
 
-void CudaDevice::end_recording(std::string const& reason) {
-  records_ = false;
-  static std::once_flag warned;  // one warning, however many devices there are
-  std::call_once(warned, [&] {
-    std::string const sentence = "runs are not recorded as CUDA graphs, which makes decoding slower: " + reason;
-    if (log_) return log_(sentence);
-    std::cerr << "tide_runtime: " + sentence + "\n";
-  });
+void CudaDevice::end_recording(std::string const& reason) { stop(records_, kRuns, reason); }
+
+// Records nothing more of a kind, with one warning in the process, however many devices there are.
+void CudaDevice::stop(bool& allowed, std::string const& what, std::string const& reason) {
+  static std::mutex mutex;
+  static std::set<std::string> warned;
+  allowed = false;
+  {
+    std::lock_guard<std::mutex> const lock(mutex);
+    if (!warned.insert(what).second) return;
+  }
+  std::string const sentence = what + ", which makes decoding slower: " + reason;
+  if (log_) return log_(sentence);
+  std::cerr << "tide_runtime: " + sentence + "\n";
 }
 
-// Records what `work` queues, without running it, as an executable graph.
-cuda::GraphExec CudaDevice::record(std::function<void()> const& work) {
-  cuda::Graph graph = nullptr;
-  require(cuda::functions().StreamBeginCapture(stream_, cuda::kCaptureInThread), "cudaStreamBeginCapture");
+// Records what `work` queues, without running it, between `begin` and the end of the capture.
+void CudaDevice::capture(std::function<void()> const& work, std::function<void()> const& begin, cuda::Graph* graph) {
+  auto const end = [&] {
+    recording_ = false;
+    return cuda::functions().StreamEndCapture(stream_, graph);
+  };
+  begin();
   recording_ = true;
   try {
     work();
+  } catch (GenerationError const& error) {
+    end();  // without it the stream would stay unusable
+    throw cuda::RecordingError(error.what());
   } catch (...) {
-    recording_ = false;
-    // Without the end of the capture the stream would stay unusable.
-    if (cuda::functions().StreamEndCapture(stream_, &graph) == cuda::kSuccess) cuda::functions().GraphDestroy(graph);
+    end();
     throw;
   }
-  recording_ = false;
-  require(cuda::functions().StreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
+  cuda::require_recorded(end(), "cudaStreamEndCapture");
+}
+
+// Records what `work` queues as a graph of its own.
+cuda::Graph CudaDevice::captured(std::function<void()> const& work) {
+  cuda::Graph graph = nullptr;
+  try {
+    capture(work, [&] {
+      cuda::require_recorded(cuda::functions().StreamBeginCapture(stream_, cuda::kCaptureInThread), "cudaStreamBeginCapture");
+    }, &graph);
+  } catch (...) {
+    if (graph != nullptr) cuda::functions().GraphDestroy(graph);
+    throw;
+  }
+  return graph;
+}
+
+// Makes a graph executable, and destroys it.
+cuda::GraphExec CudaDevice::instantiated(cuda::Graph graph) {
   cuda::GraphExec executable = nullptr;
   cuda::Error const error = cuda::functions().GraphInstantiate(&executable, graph, 0);
   cuda::functions().GraphDestroy(graph);
-  require(error, "cudaGraphInstantiate");
+  cuda::require_recorded(error, "cudaGraphInstantiate");
   return executable;
 }
 
 void CudaDevice::evict() {
   while (recorded_.size() > kMaxGraphs) {
     synchronize();
-    index_.erase(recorded_.front().first);
-    require(cuda::functions().GraphExecDestroy(recorded_.front().second), "cudaGraphExecDestroy");
+    index_.erase(recorded_.front().key);
+    require(cuda::functions().GraphExecDestroy(recorded_.front().graph), "cudaGraphExecDestroy");
     recorded_.pop_front();
   }
 }

@@ -1,21 +1,40 @@
 // A GPU as a device: one CUDA stream, its memory, and the CUDA graphs recorded on it.
 //
 // Work is queued the first time its key is seen, queued and recorded the second time (TensorRT requires a run between a
-// change of shape and the recording), and replayed in one launch from then on. Where recording fails the device records
-// no more and queues every run, which is slower: one warning in the process.
+// change of shape and the recording), and replayed in one launch from then on. Work of which the device chooses parts is
+// recorded with switch nodes (`choosing.cpp`). Where recording fails again and again the device records no more and queues
+// every run, which is slower: one warning in the process.
 #pragma once
 
 #include <functional>
 #include <list>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "segmented/cudart.h"
 #include "segmented/device.h"
+#include "tide/errors.h"
 
 namespace tide {
+namespace cuda {
+
+// Throws GenerationError, naming the call, unless it succeeded.
+void require(Error error, char const* call);
+
+// Work cannot be recorded, which is no reason that it cannot be done.
+class RecordingError : public GenerationError {
+ public:
+  using GenerationError::GenerationError;
+};
+
+// The same for calls that record.
+void require_recorded(Error error, char const* call);
+
+}  // namespace cuda
 
 // Lets CUDA, and libraries on it, use this GPU in this thread. Throws ProviderError: CUDA cannot be used, or there is no
 // such GPU.
@@ -33,6 +52,12 @@ class CudaDevice final : public Device {
   cuda::Stream stream() const { return stream_; }
   bool recording() const { return recording_; }  // work is recorded now, and not run
 
+  // The number of the recording that work is queued or recorded for; 0: it is queued alone.
+  std::int64_t recording_number() const { return making_ == nullptr ? 0 : making_->number; }
+
+  // Keeps an object as long as that recording.
+  void keep(std::shared_ptr<void> object) { making_->kept.push_back(std::move(object)); }
+
   // Records no work from now on.
   void end_recording(std::string const& reason);
 
@@ -43,18 +68,49 @@ class CudaDevice final : public Device {
   void copy(std::byte* target, std::byte const* source, std::size_t size) override;
   void clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) override;
   void launch(WorkKey const& key, std::function<void()> const& work) override;
+  bool record(WorkKey const& key, std::function<ChosenWork()> const& work) override;
+  void replay(WorkKey const& key) override;
+  bool records() const override { return records_; }
   void synchronize() override;
 
  private:
-  using Recorded = std::list<std::pair<WorkKey, cuda::GraphExec>>;
+  // A recorded piece of work, with what must exist as long.
+  struct Recording {
+    WorkKey key;
+    std::int64_t number;
+    cuda::GraphExec graph = nullptr;
+    std::vector<std::shared_ptr<void>> kept{};
+  };
+  using Recorded = std::list<Recording>;
+
+  // A recording that is being made, which is given up unless it is finished.
+  class Making {
+   public:
+    Making(CudaDevice& device, WorkKey const& key);
+    ~Making();
+    bool finish(bool& allowed, char const* what, std::function<cuda::GraphExec()> const& recorded);
+
+   private:
+    CudaDevice& device_;
+  };
 
   void use() const;
-  cuda::GraphExec record(std::function<void()> const& work);
+  bool replays(WorkKey const& key);
+  bool seen_before(WorkKey const& key);
+  void stop(bool& allowed, std::string const& what, std::string const& reason);
+  void capture(std::function<void()> const& work, std::function<void()> const& begin, cuda::Graph* graph);
+  cuda::Graph captured(std::function<void()> const& work);
+  cuda::GraphExec instantiated(cuda::Graph graph);
+  cuda::GraphExec recorded(ChosenWork const& work);
+  void decide(StepArguments step, std::int32_t next, cuda::Handle handle);
   void evict();
 
   int gpu_;
   cuda::Stream stream_ = nullptr;
-  bool records_, recording_ = false;
+  bool records_, decides_, recording_ = false;
+  int failures_ = 0;            // of recordings
+  std::int64_t recordings_ = 0;  // made so far
+  Recording* making_ = nullptr;
   std::function<void(std::string const&)> log_;
   std::set<WorkKey> seen_;                       // keys seen once
   Recorded recorded_;                            // least recently used first

@@ -41,6 +41,13 @@ Functions const* opened() {
 #define TIDE_CUDA_FIND(name, arguments) functions->name = reinterpret_cast<Error(*) arguments>(find("cuda" #name));
   TIDE_CUDA_FUNCTIONS(TIDE_CUDA_FIND)
 #undef TIDE_CUDA_FIND
+#define TIDE_CUDA_FIND(name, arguments) functions->name = reinterpret_cast<Error(*) arguments>(::dlsym(handle, "cuda" #name));
+  TIDE_CUDA_DECIDING_FUNCTIONS(TIDE_CUDA_FIND)
+#undef TIDE_CUDA_FIND
+  // In CUDA 12 the function of that name takes no data of edges.
+  if (void* const address = ::dlsym(handle, "cudaGraphAddNode_v2")) {
+    functions->GraphAddNode = reinterpret_cast<decltype(functions->GraphAddNode)>(address);
+  }
   functions->GetErrorString = reinterpret_cast<char const* (*)(Error)>(find("cudaGetErrorString"));
   return functions;
 }
@@ -50,6 +57,15 @@ Functions const* opened() {
 Functions const& functions() {
   static Functions const* const found = opened();
   return *found;
+}
+
+bool decides() {
+  Functions const& api = functions();
+  int driver = 0, runtime = 0;
+  bool const known = api.DriverGetVersion(&driver) == kSuccess && api.RuntimeGetVersion(&runtime) == kSuccess;
+#define TIDE_CUDA_AND(name, arguments) &&api.name != nullptr
+  return known && driver >= kDecidesSince && runtime >= kDecidesSince TIDE_CUDA_DECIDING_FUNCTIONS(TIDE_CUDA_AND);
+#undef TIDE_CUDA_AND
 }
 
 bool finds_gpu() {

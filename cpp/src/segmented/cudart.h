@@ -12,12 +12,34 @@ constexpr Error kSuccess = 0, kNoMemory = 2;
 constexpr int kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3;  // cudaMemcpyKind
 constexpr int kCaptureInThread = 1;                                       // cudaStreamCaptureModeThreadLocal
 constexpr int kMajor = 75, kMinor = 76;                                   // cudaDevAttrComputeCapability...
+constexpr int kCaptureRelaxed = 2;                                        // cudaStreamCaptureModeRelaxed
+constexpr int kDecidesSince = 12080;                                      // CUDA's version that has switch nodes
 constexpr unsigned kNonBlocking = 1;                                      // cudaStreamNonBlocking
 constexpr std::size_t kPropertiesSize = 4096;                             // above cudaDeviceProp's; a name comes first
 
 using Stream = void*;
 using Graph = void*;
 using GraphExec = void*;
+using GraphNode = void*;
+using Library = void*;
+using Kernel = void*;
+using Handle = unsigned long long;  // cudaGraphConditionalHandle
+constexpr unsigned kAssignDefault = 1;  // cudaGraphCondAssignDefault
+
+struct Dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// cudaGraphNodeParams, of a conditional node.
+struct SwitchNode {
+  int type = 13;  // cudaGraphNodeTypeConditional
+  int reserved0[3] = {};
+  Handle handle = 0;
+  int kind = 2;             // cudaGraphCondTypeSwitch
+  unsigned size = 0;        // bodies
+  Graph* bodies = nullptr;  // set by cudaGraphAddNode
+  long long reserved[27] = {};
+};
 
 // X(name without "cuda", arguments)
 #define TIDE_CUDA_FUNCTIONS(X)                                                              \
@@ -40,14 +62,27 @@ using GraphExec = void*;
   X(StreamSynchronize, (Stream))                                                            \
   X(StreamBeginCapture, (Stream, int))                                                      \
   X(StreamEndCapture, (Stream, Graph*))                                                     \
+  X(ThreadExchangeStreamCaptureMode, (int*))                                                \
   X(GraphInstantiate, (GraphExec*, Graph, unsigned long long))                              \
   X(GraphLaunch, (GraphExec, Stream))                                                       \
   X(GraphDestroy, (Graph))                                                                  \
   X(GraphExecDestroy, (GraphExec))
 
+// Those of graphs that decide, which CUDA has since 12.8.
+#define TIDE_CUDA_DECIDING_FUNCTIONS(X)                                                                     \
+  X(GraphCreate, (Graph*, unsigned))                                                                        \
+  X(GraphAddChildGraphNode, (GraphNode*, Graph, GraphNode const*, std::size_t, Graph))                      \
+  X(GraphConditionalHandleCreate, (Handle*, Graph, unsigned, unsigned))                                     \
+  X(GraphAddNode, (GraphNode*, Graph, GraphNode const*, void const*, std::size_t, SwitchNode*))             \
+  X(StreamBeginCaptureToGraph, (Stream, Graph, GraphNode const*, void const*, std::size_t, int))            \
+  X(LibraryLoadData, (Library*, void const*, int*, void**, unsigned, int*, void**, unsigned))               \
+  X(LibraryGetKernel, (Kernel*, Library, char const*))                                                      \
+  X(LaunchKernel, (void const*, Dim3, Dim3, void**, std::size_t, Stream))
+
 struct Functions {
 #define TIDE_CUDA_MEMBER(name, arguments) Error(*name) arguments = nullptr;
   TIDE_CUDA_FUNCTIONS(TIDE_CUDA_MEMBER)
+  TIDE_CUDA_DECIDING_FUNCTIONS(TIDE_CUDA_MEMBER)  // null: the library does not have it
 #undef TIDE_CUDA_MEMBER
   char const* (*GetErrorString)(Error) = nullptr;
 };
@@ -55,6 +90,9 @@ struct Functions {
 // Opens the library that the environment variable TIDE_CUDART names, else libcudart where the system finds it. Throws
 // ProviderError: there is none, or it lacks a function.
 Functions const& functions();
+
+// Whether library and driver have graphs that decide.
+bool decides();
 
 bool finds_gpu();  // without CUDA: no
 

@@ -9,6 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "segmented/step_decision.h"
+
 namespace tide {
 
 constexpr std::size_t kAlignment = 256;  // bytes; of CUDA's allocations, and required by TensorRT
@@ -27,7 +29,15 @@ struct Buffer {
 };
 
 // Identifies a piece of work: the network and what else its addresses and sizes depend on.
-using WorkKey = std::array<std::int64_t, 5>;
+using WorkKey = std::array<std::int64_t, 8>;
+
+// Work of which the device chooses parts: it does `first`, then one variant of each choice or none, then `last`.
+struct ChosenWork {
+  std::function<void()> first;
+  std::vector<std::vector<std::function<void()>>> choices;
+  std::function<void()> last;
+  StepArguments decision;  // of choice i after what was done before it: whether segment i + 1 runs
+};
 
 // One queue of work with its memory. Calls return at once and are executed in order.
 class Device {
@@ -54,6 +64,16 @@ class Device {
 
   // Calls `work` to queue work, or replays a recording of it. Equal keys must mean equal work, addresses included.
   virtual void launch(WorkKey const& key, std::function<void()> const& work) = 0;
+
+  // Records work the second time that its key is seen, if this device can choose; returns whether `replay` can do it.
+  // Each part is queued once while it is recorded, so nothing that it does may have a consequence then.
+  virtual bool record(WorkKey const&, std::function<ChosenWork()> const&) { return false; }
+
+  // Does what `record` has recorded.
+  virtual void replay(WorkKey const&) {}
+
+  // Whether `launch` records work that comes again.
+  virtual bool records() const { return false; }
 
   // Waits until all queued work is done. Throws GenerationError: queued work has failed.
   virtual void synchronize() = 0;

@@ -39,50 +39,78 @@ std::size_t Head::count(std::size_t candidates) const {
 }
 
 void Head::run(std::vector<HeadRow>& rows) {
-  std::stable_partition(rows.begin(), rows.end(), [](HeadRow const& row) { return row.needed == 0; });
   auto const limit = static_cast<std::size_t>(info_.max_logits);
-  for (std::size_t first = 0; first < rows.size(); first += limit) {
-    run(&rows[first], std::min(limit, rows.size() - first));
+  while (rows.size() > limit) {
+    std::vector<HeadRow> part(rows.begin(), rows.begin() + info_.max_logits);
+    run_part(part);
+    rows.erase(rows.begin(), rows.begin() + info_.max_logits);
   }
+  if (!rows.empty()) run_part(rows);
 }
 
-// Of at most `info_.max_logits` rows, first those that need all logits.
-void Head::run(HeadRow const* rows, std::size_t count) {
-  std::int64_t const tokens = padded(static_cast<std::int64_t>(count), 0, info_.max_logits, info_.max_logits);
-  auto* const indices = rows_.host<std::int64_t>(0);
-  std::fill_n(indices, tokens, 0);
-  std::int64_t whole = 0;
-  bool best = false, top = false;
-  for (std::size_t i = 0; i < count; ++i) {
-    indices[i] = static_cast<std::int64_t>(rows[i].slot) * info_.state_rows + rows[i].row;
-    whole += rows[i].needed == 0;
-    best = best || rows[i].needed == 1;
-    top = top || rows[i].needed > 1;
-  }
-  std::int64_t const fetched = whole == 0 ? 0 : padded(whole, 0, tokens, tokens);
-  auto const slots = static_cast<std::int64_t>(slots_);
-  device_.launch({static_cast<std::int64_t>(head_), tokens, fetched, best, top}, [&] {
-    rows_.upload(0, static_cast<std::size_t>(tokens) * sizeof(std::int64_t));
-    networks_[head_]->run({exits_.address, rows_.address(0), logits_.address}, tokens, slots);
-    std::byte* const logits = logits_.address;
-    if (best) {
-      networks_[head_ + 1]->run({logits, found_->address(kBestToken), found_->address(kBestLogit)}, tokens, slots);
-    }
-    if (top) {
-      networks_[head_ + 2]->run({logits, found_->address(kTopLogits), found_->address(kTopTokens)}, tokens, slots);
-    }
-    std::size_t const size = static_cast<std::size_t>(fetched) * vocabulary_ * sizeof(float);
-    if (fetched > 0) device_.download(logits_host_.address, logits_.address, size);
-    Found const last = top ? kTopTokens : kBestLogit;
-    if (best || top) found_->download(last, found_tensors_[last].size(tokens));
+void Head::run_part(std::vector<HeadRow>& rows) {
+  Plan const run = plan(rows);
+  set_rows(rows, run);
+  device_.launch({static_cast<std::int64_t>(head_), run.tokens, run.fetched, run.fetches()}, [&] {
+    upload_rows(run);
+    queue(run);
   });
   device_.synchronize();
+  take(rows, run);
+}
+
+Head::Plan Head::plan(std::vector<HeadRow>& rows) const {
+  std::stable_partition(rows.begin(), rows.end(), [](HeadRow const& row) { return row.needed == 0; });
+  Plan plan;
+  plan.tokens = padded(static_cast<std::int64_t>(rows.size()), 0, info_.max_logits, info_.max_logits);
+  for (HeadRow const& row : rows) {
+    plan.whole += row.needed == 0;
+    plan.best = plan.best || row.needed == 1;
+    plan.top = plan.top || row.needed > 1;
+  }
+  plan.fetched = plan.whole == 0 ? 0 : padded(plan.whole, 0, plan.tokens, plan.tokens);
+  return plan;
+}
+
+std::int64_t Head::index(HeadRow const& row) const {
+  return static_cast<std::int64_t>(row.slot) * info_.state_rows + row.row;
+}
+
+void Head::set_rows(std::vector<HeadRow> const& rows, Plan const& plan) const {
+  auto* const indices = rows_.host<std::int64_t>(0);
+  std::fill_n(indices, plan.tokens, 0);
+  for (std::size_t i = 0; i < rows.size(); ++i) indices[i] = index(rows[i]);
+}
+
+void Head::upload_rows(Plan const& plan) const {
+  rows_.upload(0, static_cast<std::size_t>(plan.tokens) * sizeof(std::int64_t));
+}
+
+void Head::queue(Plan const& plan) const {
+  auto const slots = static_cast<std::int64_t>(slots_);
+  std::byte* const logits = logits_.address;
+  networks_[head_]->run({exits_.address, rows_.address(0), logits}, plan.tokens, slots);
+  if (plan.best) {
+    networks_[head_ + 1]->run({logits, found_->address(kBestToken), found_->address(kBestLogit)}, plan.tokens, slots);
+  }
+  if (plan.top) {
+    networks_[head_ + 2]->run({logits, found_->address(kTopLogits), found_->address(kTopTokens)}, plan.tokens, slots);
+  }
+  std::size_t const size = static_cast<std::size_t>(plan.fetched) * vocabulary_ * sizeof(float);
+  if (plan.fetched > 0) device_.download(logits_host_.address, logits, size);
+  Found const last = plan.top ? kTopTokens : kBestLogit;
+  if (plan.best || plan.top) found_->download(last, found_tensors_[last].size(plan.tokens));
+}
+
+void Head::take(std::vector<HeadRow> const& rows, Plan const& plan) {
   float const* logits = &logits_host_.at<float>(0);
-  for (std::size_t i = 0; i < static_cast<std::size_t>(whole); ++i, logits += vocabulary_) {
+  auto const whole = static_cast<std::size_t>(plan.whole);
+  for (std::size_t i = 0; i < whole; ++i, logits += vocabulary_) {
+    if (rows[i].results == nullptr) continue;
     rows[i].results->logits.insert(rows[i].results->logits.end(), logits, logits + vocabulary_);
   }
-  for (std::size_t i = static_cast<std::size_t>(whole); i < count; ++i) {
-    rows[i].results->candidates.push_back(candidates(i, rows[i].needed));
+  for (std::size_t i = whole; i < rows.size(); ++i) {
+    if (rows[i].results != nullptr) rows[i].results->candidates.push_back(candidates(i, rows[i].needed));
   }
 }
 

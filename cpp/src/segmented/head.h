@@ -27,7 +27,7 @@ struct HeadRow {
   std::size_t slot;
   std::int64_t row;         // of the slot's exit states
   std::size_t needed;       // candidates, as `Head::count` returns them
-  PositionLogits* results;  // to which its result is appended
+  PositionLogits* results;  // to which its result is appended; null: it is not wanted
 };
 
 // The networks after the segments, in the buffers of one device.
@@ -45,8 +45,28 @@ class Head {
   // Throws GenerationError: the device failed.
   void run(std::vector<HeadRow>& rows);
 
+  // One run, and what is fetched of it: `fetched` rows of logits, `whole` of which are asked for; the most likely token;
+  // the most likely ones.
+  struct Plan {
+    std::int64_t tokens = 0, fetched = 0, whole = 0;
+    bool best = false, top = false;
+
+    std::int64_t fetches() const { return best * 2 + top; }
+  };
+
+  // The parts of `run`, for at most `max_logits` rows: plan reorders them; set_rows and upload_rows say which they are,
+  // unless who calls writes their indices to `rows` on the device; queue queues the run, and take appends the results that
+  // are wanted, when the queue is done.
+  Plan plan(std::vector<HeadRow>& rows) const;
+  std::int64_t index(HeadRow const& row) const;
+  std::byte* rows() const { return rows_.address(0); }
+  void set_rows(std::vector<HeadRow> const& rows, Plan const& plan) const;
+  void upload_rows(Plan const& plan) const;
+  void queue(Plan const& plan) const;
+  void take(std::vector<HeadRow> const& rows, Plan const& plan);
+
  private:
-  void run(HeadRow const* rows, std::size_t count);
+  void run_part(std::vector<HeadRow>& rows);
   Candidates candidates(std::size_t index, std::size_t needed);
 
   NetworksInfo const& info_;

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "names.h"
+#include "segmented/device_step.h"
 #include "segmented/numbers.h"
 #include "tide/errors.h"
 #include "tide/state.h"
@@ -39,6 +40,11 @@ SegmentBuffers::~SegmentBuffers() {
     device_->synchronize();  // queued work uses the memory that is freed now
   } catch (std::exception const&) {  // it has failed, and nothing is queued
   }
+}
+
+DeviceStep& SegmentBuffers::device_step() {
+  if (device_step_ == nullptr) device_step_ = std::make_unique<DeviceStep>(*this);
+  return *device_step_;
 }
 
 std::byte* SegmentBuffers::allocate(std::size_t size) {
@@ -112,7 +118,7 @@ void SegmentBuffers::clear(std::size_t slot) {
 }
 
 void SegmentBuffers::run(std::size_t k, std::vector<SlotRun> const& runs, std::vector<std::int64_t> const& lengths,
-                         std::vector<std::int64_t> const& following) {
+                         std::vector<std::int64_t> const& following, bool verdict) {
   std::vector<SlotCount> counts;
   for (SlotRun const& one : runs) counts.push_back({one.slot, one.count});
   std::size_t index = 0;
@@ -125,12 +131,12 @@ void SegmentBuffers::run(std::size_t k, std::vector<SlotRun> const& runs, std::v
     auto* const ids = buffers.inputs.host<std::int64_t>(kIds);
     auto const tokens = static_cast<std::size_t>(run.tokens);
     for (std::size_t slot = run.start(); slot < run.stop(); ++slot) {
-      written_[slot] = std::max(written_[slot], lengths[slot] + run.tokens);
+      note_written(slot, lengths[slot] + run.tokens);
       std::size_t const number = slot - run.start();
       past[number] = lengths[slot];
       last[number] = 0;
       pending[number] = lengths[slot] - following[slot];
-      thresholds[number] = static_cast<float>(kNeverExit);
+      thresholds[number] = kNever;
     }
     if (k == 0) std::fill_n(ids, run.slots() * tokens, 0);
     auto one = runs.begin();
@@ -142,7 +148,7 @@ void SegmentBuffers::run(std::size_t k, std::vector<SlotRun> const& runs, std::v
       if (k == 0) std::copy_n(one->ids, one->count, ids + number * tokens);
       last_run_[slot] = {&buffers, number};
     }
-    launch(k, index++, run, buffers);
+    launch(k, index++, run, buffers, verdict);
   }
 }
 
@@ -159,26 +165,34 @@ SegmentBuffers::RunBuffers& SegmentBuffers::run_buffers(std::size_t k, std::size
   return *existing[index];
 }
 
-void SegmentBuffers::launch(std::size_t k, std::size_t index, Run const& run, RunBuffers& buffers) {
-  Segment const& segment = segments_[k];
+void SegmentBuffers::launch(std::size_t k, std::size_t index, Run const& run, RunBuffers& buffers, bool verdict) {
   std::size_t const slots = run.slots();
   auto const batch_size = static_cast<std::int64_t>(slots);
-  std::vector<std::byte*> addresses;
-  for (Place const& place : segment.places) {
-    std::byte* const address = place.input != kNoInput       ? buffers.inputs.address(place.input)
-                               : place.verdict != kNoVerdict ? buffers.verdict.address(place.verdict)
-                                                             : place.address + run.start() * place.stride;
-    addresses.push_back(address);
-  }
+  SmallAddresses small{};
+  for (std::size_t part = 0; part < kNoInput; ++part) small.inputs[part] = buffers.inputs.address(part);
+  for (std::size_t part = 0; part < kNoVerdict; ++part) small.verdict[part] = buffers.verdict.address(part);
   buffers.queued = true;
+  bool const copied = verdict && k + 1 < segments_.size();
   WorkKey const key = {static_cast<std::int64_t>(k), static_cast<std::int64_t>(index),
-                       static_cast<std::int64_t>(run.start()), batch_size, run.tokens};
+                       static_cast<std::int64_t>(run.start()), batch_size, run.tokens, copied};
   device_->launch(key, [&] {
     if (k == 0) buffers.inputs.upload(kIds, bytes_of(batch_size * run.tokens));
     if (k > 0) buffers.inputs.upload(kThreshold, slots * sizeof(float));
-    networks_[k]->run(addresses, run.tokens, batch_size);
-    if (k + 1 < segments_.size()) buffers.verdict.download(kFlags, slots * sizeof(std::int32_t));
+    run_network(k, run.start(), small, run.tokens, batch_size);
+    if (copied) buffers.verdict.download(kFlags, slots * sizeof(std::int32_t));
   });
+}
+
+void SegmentBuffers::run_network(std::size_t k, std::size_t start, SmallAddresses const& small, std::int64_t tokens,
+                                 std::int64_t slots) const {
+  std::vector<std::byte*> addresses;
+  for (Place const& place : segments_[k].places) {
+    std::byte* const address = place.input != kNoInput       ? small.inputs[place.input]
+                               : place.verdict != kNoVerdict ? small.verdict[place.verdict]
+                                                             : place.address + start * place.stride;
+    addresses.push_back(address);
+  }
+  networks_[k]->run(addresses, tokens, slots);
 }
 
 bool SegmentBuffers::exits(std::size_t slot) const {

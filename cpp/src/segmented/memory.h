@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -41,6 +42,8 @@ struct StateRows {
   std::vector<float>* results;  // to which they are appended, [count, exit_size]
 };
 
+class DeviceStep;
+
 // May be used by one thread at a time.
 class SegmentBuffers {
  public:
@@ -53,8 +56,14 @@ class SegmentBuffers {
   ~SegmentBuffers();
 
   std::size_t slots() const { return written_.size(); }
+  std::size_t segments() const { return segments_.size(); }
   NetworksInfo const& info() const { return info_; }
-  Head const& head() const { return *head_; }
+  Head& head() const { return *head_; }
+  Device& device() const { return *device_; }
+
+  // What runs whole steps: with the buffers, because the device keeps recordings of both. Throws GenerationError: the
+  // device has not enough memory.
+  DeviceStep& device_step();
 
   // Zeroes what a sequence wrote in a slot, for the next one. Attention multiplies masked K/V by zero, and zero times NaN
   // is NaN: a sequence whose states overflowed must leave nothing behind. Throws GenerationError: the device has failed.
@@ -65,10 +74,23 @@ class SegmentBuffers {
   // runs: by ascending slots.
   // lengths: tokens in the segment's K/V cache, of every slot.
   // following: tokens in the next segment's, of every slot; of the last segment not read.
+  // verdict: whether scores and exits are read afterwards.
   //
   // Throws GenerationError: the device has not enough memory, or failed.
   void run(std::size_t k, std::vector<SlotRun> const& runs, std::vector<std::int64_t> const& lengths,
-           std::vector<std::int64_t> const& following);
+           std::vector<std::int64_t> const& following, bool verdict);
+
+  // Where the small inputs and outputs of a run are.
+  struct SmallAddresses {
+    std::array<std::byte*, 5> inputs;   // lengths, last tokens, pending tokens, thresholds, ids
+    std::array<std::byte*, 2> verdict;  // scores, exit flags
+  };
+
+  // Queues a run of segment k over `tokens` tokens of each of some adjacent slots, whose small inputs are on the device.
+  void run_network(std::size_t k, std::size_t start, SmallAddresses const& small, std::int64_t tokens, std::int64_t slots) const;
+
+  // Notes that the tokens of a slot before `length` may be written.
+  void note_written(std::size_t slot, std::int64_t length) { written_[slot] = std::max(written_[slot], length); }
 
   // Waits for all runs. Throws GenerationError: one of them failed.
   void wait();
@@ -119,7 +141,7 @@ class SegmentBuffers {
   std::byte* allocate(std::size_t size);
   void add_segment(std::size_t k);
   RunBuffers& run_buffers(std::size_t k, std::size_t index);
-  void launch(std::size_t k, std::size_t index, Run const& run, RunBuffers& buffers);
+  void launch(std::size_t k, std::size_t index, Run const& run, RunBuffers& buffers, bool verdict);
   void nothing_queued();
 
   std::vector<NetworkSpec> const& specs_;
@@ -136,6 +158,7 @@ class SegmentBuffers {
   Buffer states_;                  // on the host
   std::vector<StateRows> queued_;  // copied there one after the other
   std::vector<LastRun> last_run_;  // by slot
+  std::unique_ptr<DeviceStep> device_step_;
 };
 
 }  // namespace tide

@@ -20,6 +20,7 @@ class SegmentedSequence final : public Sequence {
     request_.full = full;
     slots_[0].sequence->candidates = candidates;
     slots_[0].sequence->states = states;
+    slots_[0].sequence->scores = scores;
     return steps_.step(slots_, {{0, request_, true}}, 1.0, true)[0];
   }
 

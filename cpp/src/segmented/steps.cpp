@@ -10,7 +10,7 @@
 namespace tide {
 namespace {
 
-constexpr float kNever = static_cast<float>(kNeverExit), kSure = 1.0F;  // no score is above either
+static_assert(kNever == static_cast<float>(kNeverExit));
 
 // How many tokens may be pending before each segment: all of them must fit a run with the next token, and a buffer with
 // the states of a run.
@@ -36,13 +36,18 @@ std::vector<StepResult> SegmentedSteps::step(std::vector<Slot>& slots, std::vect
                                              double compaction_threshold, bool alone) {
   std::vector<SlotStep> all = begin(slots, requests);
   for (SlotStep& one : all) run_first_parts(one);
-  run_segments(all, compaction_threshold);
-  run_head(all, alone);
+  bool const on_device = run_on_device(all, compaction_threshold, alone), scores = alone && all[0].sequence->scores;
+  if (!on_device) {
+    run_segments(all, compaction_threshold, scores);
+    run_head(all, alone);
+  }
   std::vector<StepResult> step_results;
   for (SlotStep const& one : all) step_results.push_back(result(one));
-  if (alone) {
+  if (scores) {
     std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN());
-    for (std::size_t k = 0; k < std::min(all[0].segments_run, scores_.size()); ++k) scores_[k] = buffers_->score(k);
+    for (std::size_t k = 0; k < std::min(all[0].segments_run, scores_.size()); ++k) {
+      scores_[k] = on_device ? buffers_->device_step().score(k) : buffers_->score(k);
+    }
     step_results[0].scores = scores_.data();
   }
   for (SlotStep& one : all) std::fill_n(one.sequence->lengths.begin(), one.segments_run, one.total);
@@ -81,7 +86,7 @@ void SegmentedSteps::run_first_parts(SlotStep& one) {
     one.start = lengths_.back()[one.slot];
     one.total = one.start + max_tokens;
     one.ids = one.request->request.ids.data() + (lengths_[0][one.slot] - one.before[0]);
-    for (std::size_t k = 0; k < lengths_.size(); ++k) run(k, {&one}, {kNever});
+    for (std::size_t k = 0; k < lengths_.size(); ++k) run(k, {&one}, {kNever}, false);
     if (one.sequence->states) buffers_->queue_states({final_states(one)});
     buffers_->wait();
     buffers_->take_states();
@@ -99,8 +104,37 @@ void SegmentedSteps::run_first_parts(SlotStep& one) {
   one.ids = one.request->request.ids.data() + (lengths_[0][one.slot] - one.before[0]);
 }
 
+// Runs segments and head in one launch, and notes which exit; returns false where the device cannot.
+bool SegmentedSteps::run_on_device(std::vector<SlotStep>& all, double compaction_threshold, bool alone) {
+  if (!buffers_->device().records()) return false;
+  DeviceStep& step = buffers_->device_step();
+  std::vector<StepSlot> slots;
+  rows_.clear();
+  for (SlotStep const& one : all) {
+    if (lengths_[0][one.slot] != one.before[0]) return false;  // it is the last part of a long one
+    std::vector<float> thresholds(depths_.size() - 1, kNever);
+    if (!one.request->request.full) thresholds = one.rule->thresholds;
+    slots.push_back({one.slot, one.total, std::move(thresholds), std::min(one.rule->max_pending, max_pending_),
+                     one.request->verifies, one.ids});
+    add_final_rows(one);
+  }
+  StepOptions const options{compaction_threshold, alone, alone && all[0].sequence->scores};
+  if (!step.queue(slots, lengths_, options, rows_)) return false;
+  queue_states(all, 0);
+  step.finish(rows_);
+  for (SlotStep& one : all) {
+    one.segments_run = step.segments_run(one.slot);
+    one.exit = step.exit(one.slot).value_or(depths_.size() - 1);
+  }
+  buffers_->take_states();
+  for (SlotStep const& one : all) {
+    if (one.segments_run < depths_.size()) states_[one.slot].clear();
+  }
+  return true;
+}
+
 // Runs as many segments as the tokens need, and notes which exit.
-void SegmentedSteps::run_segments(std::vector<SlotStep>& all, double compaction_threshold) {
+void SegmentedSteps::run_segments(std::vector<SlotStep>& all, double compaction_threshold, bool scores) {
   Steps steps;
   for (SlotStep& one : all) steps.push_back(&one);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
@@ -111,9 +145,10 @@ void SegmentedSteps::run_segments(std::vector<SlotStep>& all, double compaction_
       bool const may_exit = k + 1 < depths_.size() && !one->exit && !one->request->request.full;
       thresholds.push_back(may_exit ? one->rule->thresholds[k] : kNever);
     }
-    run(k, steps, thresholds);
+    bool const decides = std::any_of(thresholds.begin(), thresholds.end(), [](float one) { return one < kSure; });
+    run(k, steps, thresholds, decides || scores);
     for (SlotStep* const one : steps) one->segments_run = k + 1;
-    if (std::none_of(thresholds.begin(), thresholds.end(), [](float threshold) { return threshold < kSure; })) continue;
+    if (!decides) continue;
     buffers_->wait();
     for (SlotStep* const one : steps) {
       if (!one->exit && buffers_->exits(one->slot)) one->exit = k;
@@ -137,13 +172,13 @@ SegmentedSteps::Steps SegmentedSteps::scheduled(std::size_t k, std::vector<SlotS
 }
 
 // Runs segment k over some sequences up to their `total`.
-void SegmentedSteps::run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds) {
+void SegmentedSteps::run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds, bool verdict) {
   std::vector<SlotRun> runs;
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
     SlotStep const& one = *scheduled[i];
     runs.push_back({one.slot, one.total - lengths_[k][one.slot], thresholds[i], one.ids});
   }
-  buffers_->run(k, runs, lengths_[k], lengths_[std::min(k + 1, lengths_.size() - 1)]);
+  buffers_->run(k, runs, lengths_[k], lengths_[std::min(k + 1, lengths_.size() - 1)], verdict);
   for (SlotStep const* const one : scheduled) lengths_[k][one->slot] = one->total;
 }
 
@@ -152,23 +187,33 @@ void SegmentedSteps::run_head(std::vector<SlotStep>& all, bool alone) {
   rows_.clear();
   for (SlotStep& one : all) {
     bool const deep = one.segments_run == depths_.size();
-    if (one.exit && (alone || !one.request->verifies || !deep)) {
+    if (one.exit && at_its_exit(alone, one.request->verifies, deep)) {
       results_[one.slot].logits.clear();
       results_[one.slot].candidates.clear();
       add_rows(one, names::kExitRow, 1);
       continue;
     }
     one.exit = depths_.size() - 1;
-    std::int64_t const kept = std::max(one.first, one.start);
-    add_rows(one, names::kFinalRow + kept - one.start, one.total - kept);
+    add_final_rows(one);
   }
-  std::vector<StateRows> states;
-  for (SlotStep const& one : all) {
-    if (one.sequence->states && one.segments_run == depths_.size()) states.push_back(final_states(one));
-  }
-  buffers_->queue_states(std::move(states));
+  queue_states(all, depths_.size());
   buffers_->logits(rows_);
   buffers_->take_states();
+}
+
+// Queues the copy of the final states of sequences that at least so many segments ran over, if they are asked for.
+void SegmentedSteps::queue_states(std::vector<SlotStep> const& all, std::size_t least) {
+  std::vector<StateRows> states;
+  for (SlotStep const& one : all) {
+    if (one.sequence->states && one.segments_run >= least) states.push_back(final_states(one));
+  }
+  buffers_->queue_states(std::move(states));
+}
+
+// Adds the rows of a sequence that has run through all segments.
+void SegmentedSteps::add_final_rows(SlotStep const& one) {
+  std::int64_t const kept = std::max(one.first, one.start);
+  add_rows(one, names::kFinalRow + kept - one.start, one.total - kept);
 }
 
 // The states of the tokens that the last segment ran over.

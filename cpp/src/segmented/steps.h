@@ -1,5 +1,6 @@
 // A step of some sequences over networks of one segment each: after every router, the depth rule selects which go on,
-// as in the step graph. `SegmentBuffers` holds the memory and runs the networks.
+// as in the step graph. `SegmentBuffers` holds the memory and runs the networks; `DeviceStep` does the whole of a step that a
+// GPU has seen before.
 #pragma once
 
 #include <memory>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "sequence.h"
+#include "segmented/device_step.h"
 #include "segmented/memory.h"
 
 namespace tide {
@@ -54,10 +56,13 @@ class SegmentedSteps {
   std::vector<SlotStep> begin(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests);
   void run_first_parts(SlotStep& one);
   Steps scheduled(std::size_t k, std::vector<SlotStep>& all, Steps const& ran, double compaction_threshold) const;
-  void run_segments(std::vector<SlotStep>& all, double compaction_threshold);
-  void run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds);
+  bool run_on_device(std::vector<SlotStep>& all, double compaction_threshold, bool alone);
+  void run_segments(std::vector<SlotStep>& all, double compaction_threshold, bool scores);
+  void run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds, bool verdict);
   void add_rows(SlotStep const& one, std::int64_t first_row, std::int64_t count);
+  void add_final_rows(SlotStep const& one);
   void run_head(std::vector<SlotStep>& all, bool alone);
+  void queue_states(std::vector<SlotStep> const& all, std::size_t least);
   StateRows final_states(SlotStep const& one);
   StepResult result(SlotStep const& one);
 

@@ -2,14 +2,15 @@
 //
 // An engine runs on one version of one flavour, on the GPUs it was built for. All of that is compared before the
 // library reads an engine, because its own messages do not help users. The library is opened when engines are, so that
-// this one loads where there is none. Each device has one execution context per network and optimization profile, all
-// with the same working memory: a device runs one network at a time.
+// this one loads where there is none. All execution contexts of a device have the same working memory: it runs one network
+// at a time.
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <tuple>
 
 #include "names.h"
 #include "segmented/cuda.h"
@@ -194,14 +195,54 @@ void check_engine(LoadedEngine const& loaded, std::string const& path) {
   }
 }
 
-// One engine with its execution contexts on one device.
+// One engine with its execution contexts on one device. One a profile runs what is not recorded. A run that is recorded has
+// one of its own, because a recording is of a context's state: TensorRT leaves undefined what it does once the context's
+// shapes or addresses have changed.
 class TrtNetwork final : public Network {
  public:
   TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory, KernelCache const& kernels)
       : engine_(engine), device_(device), memory_(std::move(memory)), kernels_(kernels) {}
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
-    nvinfer1::IExecutionContext& execution = context(pick_profile(engine_.profiles, tokens, batch_size));
+    std::size_t const profile = pick_profile(engine_.profiles, tokens, batch_size);
+    bool const recorded = device_.recording_number() != 0;
+    Context* context = recorded ? recorded_context({addresses, tokens, batch_size}) : contexts_[profile].get();
+    if (context == nullptr || !recorded) {
+      if (context == nullptr) {
+        auto const made = std::make_shared<Context>(new_context(profile));
+        if (recorded) {
+          device_.keep(made);
+          recorded_[{addresses, tokens, batch_size}] = made;
+        } else {
+          contexts_[profile] = made;
+        }
+        context = made.get();
+      }
+      set(*context->context, addresses, tokens, batch_size);
+    }
+    if (!device_.recording() && !capturable(*context->context, stream())) {
+      device_.end_recording(kTitle + " cannot record runs of " + engine_.spec.name);
+    }
+    require(context->context->enqueueV3(stream()), "a run over ", std::to_string(tokens) + " tokens");
+  }
+
+ private:
+  struct Context {
+    std::unique_ptr<nvinfer1::IRuntimeConfig> config;
+    std::unique_ptr<nvinfer1::IExecutionContext> context;
+  };
+  using Arguments = std::tuple<std::vector<std::byte*>, std::int64_t, std::int64_t>;
+
+  // The context of a run in the recording that is made; null: it has none yet.
+  Context* recorded_context(Arguments const& arguments) {
+    if (recording_ != device_.recording_number()) recorded_.clear();  // of another, which the device keeps
+    recording_ = device_.recording_number();
+    auto const found = recorded_.find(arguments);
+    return found == recorded_.end() ? nullptr : found->second.get();
+  }
+
+  void set(nvinfer1::IExecutionContext& execution, std::vector<std::byte*> const& addresses, std::int64_t tokens,
+           std::int64_t batch_size) const {
     std::vector<Tensor> const& tensors = engine_.spec.tensors;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       char const* const name = tensors[i].name.c_str();
@@ -210,23 +251,9 @@ class TrtNetwork final : public Network {
       }
       require(execution.setTensorAddress(name, addresses[i]), "the address of ", name);
     }
-    if (!device_.recording() && !capturable(execution, stream())) {
-      device_.end_recording(kTitle + " cannot record runs of " + engine_.spec.name);
-    }
-    require(execution.enqueueV3(stream()), "a run over ", std::to_string(tokens) + " tokens");
   }
 
- private:
-  struct Context {
-    std::unique_ptr<nvinfer1::IRuntimeConfig> config;
-    std::unique_ptr<nvinfer1::IExecutionContext> context;
-  };
-
-  // The context of a profile, created when it is first needed.
-  nvinfer1::IExecutionContext& context(std::size_t profile) {
-    if (auto const existing = contexts_.find(profile); existing != contexts_.end()) {
-      return *existing->second.context;
-    }
+  Context new_context(std::size_t profile) const {
     Context created;
     created.config.reset(engine_.engine->createRuntimeConfig());
     require(created.config != nullptr, "a runtime configuration", "");
@@ -239,7 +266,7 @@ class TrtNetwork final : public Network {
     bool const set = created.context->setOptimizationProfileAsync(number, stream());
     require(set, "profile ", std::to_string(profile));
     device_.synchronize();
-    return *contexts_.emplace(profile, std::move(created)).first->second.context;
+    return created;
   }
 
   void require(bool worked, char const* what, std::string const& which) const {
@@ -252,7 +279,9 @@ class TrtNetwork final : public Network {
   CudaDevice& device_;
   Buffer memory_;
   KernelCache const& kernels_;
-  std::map<std::size_t, Context> contexts_;
+  std::map<std::size_t, std::shared_ptr<Context>> contexts_;  // by profile
+  std::int64_t recording_ = 0;                                // that is made, or was last
+  std::map<Arguments, std::shared_ptr<Context>> recorded_;    // its runs'
 };
 
 // All engines of a bundle, with the library's objects that they need.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from caller_networks import CallersNetworks, callers_engine
-from fake_cudart import SOURCE, FakeCudart, compiled
+from fake_cudart import OLD, SOURCE, FakeCudart, compiled
 from judge import TEXT
 from tiny_engines import TinyLlama
 
@@ -66,6 +66,16 @@ def engine(tiny_llama: TinyLlama, device: FakeCudart | None) -> Engine:
 def callers(tiny_llama: TinyLlama, device: FakeCudart | None) -> Callers:
     """The same on networks that a test changes."""
     return callers_engine(open_bundle(tiny_llama.exact), device)
+
+
+@pytest.fixture
+def on_host(tiny_llama: TinyLlama, device: FakeCudart | None) -> Iterator[Callers]:
+    """The same where the host decides how deep a step goes."""
+    if device is not None:
+        device.driver = device.runtime = OLD
+    yield callers_engine(open_bundle(tiny_llama.exact), device)
+    if device is not None:
+        device.reset()
 
 
 @pytest.fixture

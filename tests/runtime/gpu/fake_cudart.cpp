@@ -1,12 +1,14 @@
 // A stand-in for the CUDA runtime, on host memory: late where a GPU is late, and as strict as CUDA.
 //
 // Queued work is done when its stream is synchronized, so that reading or overwriting memory too early fails a test. What
-// is captured is recorded, and done with the same addresses at each launch. Memory is NaN until it is set. Addresses
+// is captured is recorded, and done with the same addresses at each launch. Graphs have switch nodes, with what CUDA
+// requires of them, and the one kernel that sets them, compiled for the host. Memory is NaN until it is set. Addresses
 // outside what is allocated are refused, as are calls of a thread that has set no GPU, or another than the stream's.
 //
 // Tests set the variables `fake_cuda_...`. As long as `fake_cuda_devices` is 0 this is a machine without a GPU.
 #include "segmented/cudart.h"
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <cstdlib>
@@ -15,15 +17,19 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "segmented/step_decision.h"
 
 using namespace tide::cuda;
 
 #define FAKE_CUDA_DECLARE(name, arguments) extern "C" Error cuda##name arguments;
 TIDE_CUDA_FUNCTIONS(FAKE_CUDA_DECLARE)
+TIDE_CUDA_DECIDING_FUNCTIONS(FAKE_CUDA_DECLARE)
 
 extern "C" {
-int fake_cuda_devices = 0, fake_cuda_driver = 13000, fake_cuda_capability = 89;
+int fake_cuda_devices = 0, fake_cuda_driver = 13000, fake_cuda_runtime = 13000, fake_cuda_capability = 89;
 int fake_cuda_only = -1;                             // the number of the GPU that can be used; -1: all
 std::size_t fake_cuda_limit = std::size_t{1} << 30;  // bytes that may be allocated, pinned memory included
 char fake_cuda_failing[64] = "";                     // the function that fails
@@ -31,6 +37,7 @@ long fake_cuda_countdown = 0;                        // the call that fails afte
 char fake_cuda_error[256] = "";                      // why queued work failed
 std::atomic<std::size_t> fake_cuda_allocated{0}, fake_cuda_downloaded{0};  // bytes
 std::atomic<long> fake_cuda_objects{0};                                    // streams and graphs that exist
+std::atomic<long> fake_cuda_chosen{0}, fake_cuda_skipped{0};               // switch nodes that ran a body, and none
 }
 
 namespace {
@@ -40,13 +47,32 @@ constexpr Error kInvalidValue = 1, kOldDriver = 35, kNoDevice = 100, kInvalidDev
 
 using Work = std::function<Error()>;
 
-struct FakeStream {
-  int gpu;
-  bool capturing = false;
-  std::vector<Work> queue{}, captured{};
+struct FakeGraph;
+
+// A piece of work, or a switch between graphs.
+struct FakeNode {
+  Work work;
+  Handle handle = 0;
+  std::vector<FakeGraph*> bodies{};
 };
 
-using FakeGraph = std::vector<Work>;
+struct FakeGraph {
+  std::vector<FakeNode> nodes{};
+  std::map<Handle, unsigned> handles{};  // and their default values
+  bool instantiated = false, is_body = false;
+  std::vector<Graph> bodies{};
+
+  bool chooses() const {
+    return std::any_of(nodes.begin(), nodes.end(), [](FakeNode const& node) { return node.handle != 0; });
+  }
+};
+
+struct FakeStream {
+  int gpu;
+  bool capturing = false, invalid = false;
+  FakeGraph* target = nullptr;  // to which is captured; null: a new graph
+  std::vector<Work> queue{}, captured{};
+};
 
 struct Block {
   std::size_t size;
@@ -55,10 +81,69 @@ struct Block {
 
 thread_local int current = -1;                 // the GPU that this thread has set
 thread_local FakeStream* capturing = nullptr;  // by this thread
+thread_local int capture_mode = kCaptureInThread;
 
 std::mutex mutex;
 std::map<std::byte const*, Block> blocks;
 std::map<std::string, long> calls;
+std::map<Handle, unsigned> values;  // of switches, as they are set
+Handle handles = 0;
+
+// What CUDA refuses to a thread that captures, unless it is relaxed; the capture is invalid then.
+bool refused() {
+  if (capturing == nullptr || capture_mode == kCaptureRelaxed) return false;
+  capturing->invalid = true;
+  return true;
+}
+
+Error run(FakeGraph const& graph) {
+  for (FakeNode const& node : graph.nodes) {
+    if (node.handle == 0) {
+      if (Error const error = node.work()) return error;
+      continue;
+    }
+    unsigned const value = values.at(node.handle);
+    ++(value < node.bodies.size() ? fake_cuda_chosen : fake_cuda_skipped);
+    if (value >= node.bodies.size()) continue;
+    if (Error const error = run(*node.bodies[value])) return error;
+  }
+  return kSuccess;
+}
+
+void destroy(FakeGraph* graph) {
+  for (FakeNode const& node : graph->nodes) {
+    for (FakeGraph* const body : node.bodies) destroy(body);
+  }
+  delete graph;
+}
+
+FakeGraph* copy(FakeGraph const& graph) {
+  auto* const copied = new FakeGraph(graph);
+  for (FakeNode& node : copied->nodes) {
+    for (FakeGraph*& body : node.bodies) body = copy(*body);
+  }
+  return copied;
+}
+
+// The kernel of step_kernel.cu.
+Error tide_decide(tide::StepArguments const& step, std::int32_t next, Handle handle) {
+  std::int32_t ran = 0, active = 0;
+  std::uint32_t longest = 0;
+  std::vector<bool> needs;
+  for (std::int32_t slot = 0; slot < step.slots; ++slot) ran += step.outcomes[slot].scheduled != 0;
+  for (std::int32_t slot = 0; slot < step.slots; ++slot) {
+    needs.push_back(tide::settle(step, next, slot));
+    active += needs.back();
+  }
+  for (std::int32_t slot = 0; next < step.segments && slot < step.slots; ++slot) {
+    longest = std::max(longest, tide::schedule(step, next, slot, needs[slot], active, ran));
+  }
+  unsigned variant = 0;
+  while (longest >> (variant + 1) != 0) ++variant;
+  if (longest != 0) values.at(handle) = variant;
+  for (std::int32_t row = 0; row < step.num_rows; ++row) tide::choose_row(step, row);
+  return kSuccess;
+}
 
 // Counts a call, and returns whether it is to fail.
 bool fails(char const* function) {
@@ -106,6 +191,22 @@ Error enqueue(Stream to, Work work) {
   return kSuccess;
 }
 
+Error begin_capture(FakeStream& stream, FakeGraph* target, int mode) {
+  if (mode != kCaptureInThread || stream.capturing) return kInvalidValue;
+  capturing = &stream;
+  stream.capturing = true;
+  stream.invalid = false;
+  stream.target = target;
+  stream.captured.clear();
+  return kSuccess;
+}
+
+// Whether a node is added after all others.
+bool follows(FakeGraph const& graph, GraphNode const* after, std::size_t count) {
+  if (graph.nodes.empty()) return count == 0;
+  return count == 1 && after[0] == reinterpret_cast<GraphNode>(graph.nodes.size());
+}
+
 }  // namespace
 
 #define FAKE_CUDA_CALLED(name) \
@@ -129,8 +230,8 @@ long fake_cuda_calls(char const* function) {
 
 Error cudaGetDeviceCount(int* count) {
   FAKE_CUDA_CALLED(GetDeviceCount)
-  *count = fake_cuda_driver < 13000 ? 0 : fake_cuda_devices;
-  return fake_cuda_driver < 13000 ? kOldDriver : *count == 0 ? kNoDevice : kSuccess;
+  *count = fake_cuda_driver < fake_cuda_runtime ? 0 : fake_cuda_devices;
+  return fake_cuda_driver < fake_cuda_runtime ? kOldDriver : *count == 0 ? kNoDevice : kSuccess;
 }
 Error cudaSetDevice(int gpu) {
   FAKE_CUDA_CALLED(SetDevice)
@@ -141,7 +242,7 @@ Error cudaSetDevice(int gpu) {
 Error cudaGetLastError() { return kSuccess; }
 char const* cudaGetErrorString(Error error) { return error == kWorkFailed ? fake_cuda_error : "injected"; }
 Error cudaDeviceGetAttribute(int* value, int attribute, int gpu) {
-  if (fake_cuda_driver < 13000) return kOldDriver;
+  if (fake_cuda_driver < fake_cuda_runtime) return kOldDriver;
   if (gpu >= fake_cuda_devices) return kInvalidDevice;
   *value = attribute == kMajor ? fake_cuda_capability / 10 : fake_cuda_capability % 10;
   return kSuccess;
@@ -155,7 +256,7 @@ Error cudaDriverGetVersion(int* version) {
   return kSuccess;
 }
 Error cudaRuntimeGetVersion(int* version) {
-  *version = 13000;
+  *version = fake_cuda_runtime;
   return kSuccess;
 }
 
@@ -167,8 +268,12 @@ Error cudaHostAlloc(void** memory, std::size_t size, unsigned) {
   FAKE_CUDA_CALLED(HostAlloc)
   return allocate(memory, size, true);
 }
-Error cudaFree(void* memory) { return release(memory); }
-Error cudaFreeHost(void* memory) { return release(memory); }
+Error cudaFree(void* memory) { return refused() ? kCaptureUnsupported : release(memory); }
+Error cudaFreeHost(void* memory) { return refused() ? kCaptureUnsupported : release(memory); }
+Error cudaThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(capture_mode, *mode);
+  return kSuccess;
+}
 
 Error cudaStreamCreateWithFlags(Stream* stream, unsigned flags) {
   FAKE_CUDA_CALLED(StreamCreateWithFlags)
@@ -185,7 +290,7 @@ Error cudaStreamDestroy(Stream stream) {
 Error cudaStreamSynchronize(Stream of) {
   FAKE_CUDA_CALLED(StreamSynchronize)
   auto& stream = *static_cast<FakeStream*>(of);
-  if (stream.capturing) return kCaptureUnsupported;
+  if (stream.capturing || refused()) return kCaptureUnsupported;
   std::vector<Work> queue;
   queue.swap(stream.queue);
   for (Work const& work : queue) {
@@ -225,29 +330,102 @@ Error cudaMemcpyAsync(void* target, void const* source, std::size_t size, int ki
 Error cudaStreamBeginCapture(Stream of, int mode) {
   FAKE_CUDA_CALLED(StreamBeginCapture)
   auto& stream = *static_cast<FakeStream*>(of);
-  if (mode != kCaptureInThread || stream.capturing) return kInvalidValue;
-  capturing = &stream;
-  stream.capturing = true;
-  stream.captured.clear();
-  return kSuccess;
+  return begin_capture(stream, nullptr, mode);
+}
+Error cudaStreamBeginCaptureToGraph(Stream of, Graph to, GraphNode const*, void const*, std::size_t after, int mode) {
+  FAKE_CUDA_CALLED(StreamBeginCaptureToGraph)
+  auto* const graph = static_cast<FakeGraph*>(to);
+  if (after != 0 || !graph->nodes.empty()) return kInvalidValue;
+  return begin_capture(*static_cast<FakeStream*>(of), graph, mode);
 }
 Error cudaStreamEndCapture(Stream of, Graph* graph) {
   auto& stream = *static_cast<FakeStream*>(of);
   stream.capturing = false;
   capturing = nullptr;
   FAKE_CUDA_CALLED(StreamEndCapture)
-  *graph = new FakeGraph(stream.captured);
+  if (stream.invalid) return kCaptureInvalidated;
+  FakeGraph* const target = stream.target;
+  auto* const made = target != nullptr ? target : new FakeGraph();
+  for (Work const& work : stream.captured) made->nodes.push_back({work});
+  *graph = made;
+  if (target == nullptr) ++fake_cuda_objects;
+  return kSuccess;
+}
+Error cudaGraphCreate(Graph* graph, unsigned) {
+  FAKE_CUDA_CALLED(GraphCreate)
+  *graph = new FakeGraph();
   ++fake_cuda_objects;
   return kSuccess;
 }
-Error cudaGraphInstantiate(GraphExec* executable, Graph graph, unsigned long long) {
+Error cudaGraphConditionalHandleCreate(Handle* handle, Graph of, unsigned value, unsigned flags) {
+  FAKE_CUDA_CALLED(GraphConditionalHandleCreate)
+  if (flags != kAssignDefault) return kInvalidValue;
+  *handle = ++handles;
+  static_cast<FakeGraph*>(of)->handles[*handle] = value;
+  return kSuccess;
+}
+Error cudaGraphAddChildGraphNode(GraphNode* node, Graph to, GraphNode const* after, std::size_t count, Graph child) {
+  FAKE_CUDA_CALLED(GraphAddChildGraphNode)
+  auto& graph = *static_cast<FakeGraph*>(to);
+  if (static_cast<FakeGraph*>(child)->chooses() || !follows(graph, after, count)) return kInvalidValue;
+  for (FakeNode const& one : static_cast<FakeGraph*>(child)->nodes) graph.nodes.push_back(one);
+  *node = reinterpret_cast<GraphNode>(graph.nodes.size());
+  return kSuccess;
+}
+Error cudaGraphAddNode(GraphNode* node, Graph to, GraphNode const* after, void const* edges, std::size_t count,
+                       SwitchNode* given) {
+  FAKE_CUDA_CALLED(GraphAddNode)
+  auto& graph = *static_cast<FakeGraph*>(to);
+  if (edges != nullptr || !follows(graph, after, count) || given->type != 13 || given->kind != 2) return kInvalidValue;
+  if (graph.handles.count(given->handle) == 0 || given->size == 0) return kInvalidValue;
+  FakeNode made{nullptr, given->handle};
+  for (unsigned i = 0; i < given->size; ++i) made.bodies.push_back(new FakeGraph());
+  graph.nodes.push_back(made);
+  graph.bodies.assign(made.bodies.begin(), made.bodies.end());
+  given->bodies = graph.bodies.data();
+  *node = reinterpret_cast<GraphNode>(graph.nodes.size());
+  return kSuccess;
+}
+Error cudaLibraryLoadData(Library* library, void const* code, int*, void**, unsigned, int*, void**, unsigned) {
+  FAKE_CUDA_CALLED(LibraryLoadData)
+  if (std::strncmp(static_cast<char const*>(code), ".version 8.7", 12) != 0) return kInvalidValue;
+  *library = const_cast<void*>(code);
+  return kSuccess;
+}
+Error cudaLibraryGetKernel(Kernel* kernel, Library library, char const* name) {
+  FAKE_CUDA_CALLED(LibraryGetKernel)
+  std::string const entry = std::string(".visible .entry ") + name + "(";
+  if (std::strcmp(name, "tide_decide") != 0 || std::strstr(static_cast<char const*>(library), entry.c_str()) == nullptr) {
+    return kInvalidValue;
+  }
+  *kernel = library;
+  return kSuccess;
+}
+Error cudaLaunchKernel(void const*, Dim3 grid, Dim3 block, void** arguments, std::size_t, Stream stream) {
+  FAKE_CUDA_CALLED(LaunchKernel)
+  auto const step = *static_cast<tide::StepArguments*>(arguments[0]);
+  auto const next = *static_cast<std::int32_t*>(arguments[1]);
+  auto const handle = *static_cast<Handle*>(arguments[2]);
+  if (grid.x != 1 || block.x < static_cast<unsigned>(step.slots) || block.x > 1024 || capturing == nullptr) {
+    return kInvalidValue;
+  }
+  return enqueue(stream, [=] { return tide_decide(step, next, handle); });
+}
+Error cudaGraphInstantiate(GraphExec* executable, Graph of, unsigned long long) {
   FAKE_CUDA_CALLED(GraphInstantiate)
-  *executable = new FakeGraph(*static_cast<FakeGraph*>(graph));
+  auto& graph = *static_cast<FakeGraph*>(of);
+  for (auto const& [handle, value] : graph.handles) {
+    Handle const wanted = handle;
+    auto const has = [&](FakeNode const& node) { return node.handle == wanted; };
+    if (std::none_of(graph.nodes.begin(), graph.nodes.end(), has)) return kInvalidValue;
+  }
+  if (graph.chooses() && std::exchange(graph.instantiated, true)) return kInvalidValue;
+  *executable = copy(graph);
   ++fake_cuda_objects;
   return kSuccess;
 }
 Error cudaGraphDestroy(Graph graph) {
-  delete static_cast<FakeGraph*>(graph);
+  destroy(static_cast<FakeGraph*>(graph));
   --fake_cuda_objects;
   return kSuccess;
 }
@@ -257,9 +435,10 @@ Error cudaGraphExecDestroy(GraphExec executable) {
 }
 Error cudaGraphLaunch(GraphExec executable, Stream stream) {
   FAKE_CUDA_CALLED(GraphLaunch)
-  for (Work const& work : *static_cast<FakeGraph*>(executable)) {
-    if (Error const error = enqueue(stream, work)) return error;
-  }
-  return kSuccess;
+  auto const* const graph = static_cast<FakeGraph*>(executable);
+  return enqueue(stream, [graph] {
+    for (auto const& [handle, value] : graph->handles) values[handle] = value;
+    return run(*graph);
+  });
 }
 }

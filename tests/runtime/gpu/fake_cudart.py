@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).with_suffix(".cpp")
 WORK_FAILED = 719  # cudaErrorLaunchFailure
 MEMORY = 1 << 30
+OLD = 12040  # a version of CUDA whose graphs choose nothing: the host decides how deep a step goes
 ALIGNMENT = 256  # of the tensors' addresses, which TensorRT requires
 
 Work = ctypes.CFUNCTYPE(c_int, c_void_p)
@@ -57,9 +58,11 @@ class Variable:
 class FakeCudart:
     """The stand-in."""
 
-    devices, only, driver, capability = Variable(c_int), Variable(c_int), Variable(c_int), Variable(c_int)
+    devices, only, capability = Variable(c_int), Variable(c_int), Variable(c_int)
+    driver, runtime = Variable(c_int), Variable(c_int)
     limit, allocated, downloaded = Variable(c_size_t), Variable(c_size_t), Variable(c_size_t)
     countdown, objects = Variable(c_long), Variable(c_long)
+    chosen, skipped = Variable(c_long), Variable(c_long)
     failing, error = Variable(c_char * 64), Variable(c_char * 256)
 
     def __init__(self, library: Path) -> None:
@@ -71,7 +74,8 @@ class FakeCudart:
 
     def reset(self, devices: int = 1) -> None:
         """A machine with so many GPUs, on which nothing fails."""
-        self.devices, self.only, self.driver, self.capability = devices, -1, 13000, 89
+        self.devices, self.only, self.capability = devices, -1, 89
+        self.driver = self.runtime = 13000
         self.limit, self.countdown, self.failing = MEMORY, 0, b""
 
     def calls(self, function: str = "") -> int:

@@ -164,9 +164,10 @@ def test_slots_run_together_where_there_is_room(
 
 
 def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(
-    callers: tuple[Engine, CallersNetworks],
+    on_host: tuple[Engine, CallersNetworks],
 ) -> None:
-    engine, networks = callers
+    """Where the host decides."""
+    engine, networks = on_host
     batch = engine.start_batch(1.0, SLOTS)
     for _ in range(SLOTS):
         batch.join([ALWAYS_EXIT, ALWAYS_EXIT], 1)

@@ -132,8 +132,9 @@ def test_not_one_token_more_than_asked_for(engine: Engine, full: list[list[int]]
     assert tokens_of(found) == [tokens[:most] for tokens in full]
 
 
-def test_coming_along_saves_runs_of_the_last_segment(callers: tuple[Engine, CallersNetworks], options: Options) -> None:
-    engine, networks = callers
+def test_coming_along_saves_runs_of_the_last_segment(on_host: tuple[Engine, CallersNetworks], options: Options) -> None:
+    """Where the host decides: every run is one that is needed."""
+    engine, networks = on_host
     deep = {}
     for share in (None, 1.0):
         networks.runs.clear()

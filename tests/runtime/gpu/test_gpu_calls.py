@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from bundles import with_manifest
 from caller_networks import callers_engine
-from fake_cudart import FakeCudart
+from fake_cudart import OLD, FakeCudart
 from generations import NEW_TOKENS, PROMPTS, alone, exits, together, tokens_of
 from judge import TEXT
 from tiny_engines import MAX_BATCH_SIZE, TinyLlama
@@ -28,16 +28,21 @@ from tide_export.thresholds.resolve import NEVER_EXIT
 
 T = TypeVar("T")
 SLOTS, STEPS = 8, 100
-# Share of exits at a checkpoint, max_pending, and calls a step at most.
-SETTINGS = {"half of the tokens exit": (0.5, 4, 11.5), "most exit": (0.8, 8, 9.6), "full": (0.0, 4, 8.0)}
+# Share of exits at a checkpoint, max_pending, and calls a step at most where the host decides.
+SETTINGS = {"half of the tokens exit": (0.5, 1, 11.5), "most exit": (0.8, 1, 11.5), "full": (0.0, 1, 2.0)}
 
 
-def test_calls_of_a_step_of_eight(graph: Engine, tiny_llama: TinyLlama, cudart: FakeCudart, tmp_path: Path) -> None:
-    """In the last of several rounds, when what can be recorded mostly is."""
+@pytest.mark.parametrize("decides", [True, False], ids=["gpu decides", "host decides"])
+def test_calls_of_a_step_of_eight(
+    graph: Engine, tiny_llama: TinyLlama, cudart: FakeCudart, tmp_path: Path, decides: bool
+) -> None:
+    """In the last of several rounds, when what can be recorded is: one launch and one wait where the GPU decides."""
+    if not decides:
+        cudart.driver = cudart.runtime = OLD
     info, state = graph.manifest.networks, graph.start([1.0, 1.0])
     assert info is not None
-    wider = with_manifest(tiny_llama.exact, tmp_path, networks=replace(info, max_batch_size=SLOTS))
-    engine, _ = callers_engine(open_bundle(wider), cudart)
+    wide = replace(info, max_batch_size=SLOTS)
+    engine, _ = callers_engine(open_bundle(with_manifest(tiny_llama.exact, tmp_path, networks=wide)), cudart)
     scores = np.array([state.step([token]).scores.copy() for token in TEXT * 2])
     for name, (exiting, max_pending, most) in SETTINGS.items():
         thresholds = np.quantile(scores, 1 - exiting, axis=0).tolist() if exiting else [NEVER_EXIT, NEVER_EXIT]
@@ -50,7 +55,10 @@ def test_calls_of_a_step_of_eight(graph: Engine, tiny_llama: TinyLlama, cudart: 
                 batch.step({slot: [TEXT[(7 * slot + 3 * n) % len(TEXT)]] for slot in slots})
             calls = (cudart.calls() - before) / STEPS
             del batch
-        assert 4 <= calls <= most, name
+        if decides or not exiting:
+            assert calls == 2, name
+        else:
+            assert 4 <= calls <= most, name
 
 
 # --- one that fails --------------------------------------------------------------------------------------------------

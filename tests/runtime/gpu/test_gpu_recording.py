@@ -15,7 +15,7 @@ import pytest
 import warned_once
 from bundles import with_manifest
 from caller_networks import Queued, callers_engine
-from fake_cudart import FakeCudart
+from fake_cudart import OLD, FakeCudart
 from generations import PROMPTS, alone, facts
 from judge import TEXT
 from tiny_engines import TinyLlama
@@ -24,9 +24,9 @@ from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine
-from tide_export.thresholds.resolve import NEVER_EXIT
 
 MOST = 256  # recordings that one set of buffers keeps
+HARDLY_EXIT = 0.99999  # no score is above it, which the host does not know: segments are run one by one
 
 
 def counts(cudart: FakeCudart) -> np.ndarray:
@@ -37,7 +37,8 @@ def counts(cudart: FakeCudart) -> np.ndarray:
 def test_one_recording_for_each_network_and_size(
     graph: Engine, on_gpu: Any, cudart: FakeCudart, thresholds: list[float]
 ) -> None:
-    """That comes again; from then on it is replayed."""
+    """That comes again; from then on it is replayed. Where the host decides how deep a step goes."""
+    cudart.driver = cudart.runtime = OLD
     engine, networks = on_gpu()
     options = {"threshold": thresholds, "min_layers": 0, "max_new_tokens": 60}
     before = counts(cudart)
@@ -55,9 +56,10 @@ def test_the_recordings_least_recently_used_are_given_up(
     info = open_bundle(tiny_llama.exact).manifest.networks
     assert info is not None
     wider = with_manifest(tiny_llama.exact, tmp_path, networks=replace(info, max_batch_size=8, max_slot_tokens=4))
+    cudart.driver = cudart.runtime = OLD
     engine, networks = callers_engine(open_bundle(wider), cudart)
     batch = engine.start_batch(1.0, 8)
-    slots = [batch.join([NEVER_EXIT, NEVER_EXIT], 0) for _ in range(8)]
+    slots = [batch.join([HARDLY_EXIT, HARDLY_EXIT], 0) for _ in range(8)]
 
     def logits() -> list[np.ndarray]:
         """After steps of all sizes and places, and of one size again and again."""
@@ -76,6 +78,7 @@ def test_the_recordings_least_recently_used_are_given_up(
         np.testing.assert_array_equal(logits(), first)
     assert counts(cudart)[0] - recorded > MOST
     assert cudart.objects - objects == MOST
+    assert len(set(networks.forgotten)) == counts(cudart)[0] - recorded - MOST, "the caller is told"
     assert networks.recorded[names.segment(0), 8, 1] == 1, "what is used often stays"
 
 
@@ -101,12 +104,18 @@ def test_networks_that_cannot_be_recorded_end_recording(
     run = Queued.run
 
     def refuses(
-        self: Queued, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool
+        self: Queued,
+        name: str,
+        addresses: Mapping[str, int],
+        tokens: int,
+        batch_size: int,
+        recording: int,
+        captured: bool,
     ) -> bool:
-        if recording and raises:
+        if captured and raises:
             raise GenerationError(f"TensorRT refused a run over {tokens} tokens in {name}")
-        assert not recording
-        return run(self, name, addresses, tokens, batch_size, recording) and raises
+        assert not captured
+        return run(self, name, addresses, tokens, batch_size, recording, captured) and raises
 
     monkeypatch.setattr(Queued, "run", refuses)
     engine, _ = on_gpu()

@@ -3,6 +3,7 @@ stand-in refuses what TensorRT refuses, and overwrites its working memory."""
 
 import ctypes
 import shutil
+import weakref
 from ctypes import byref, c_int, c_void_p
 from dataclasses import replace
 from enum import Enum
@@ -21,7 +22,7 @@ from tide_export.bundle.engine_fields import EnginesInfo, Profile
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for
 from tide_export.bundle.store import write_manifest
-from tide_export.errors import ProviderError
+from tide_export.errors import GenerationError, ProviderError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network
 from tide_export.runtime.tensorrt import cudart as calls
@@ -57,7 +58,8 @@ class Bindings:
 
 
 class Context:
-    """An execution context."""
+    """An execution context. What was recorded of it fails once its shapes or addresses have changed: TensorRT's
+    documentation leaves undefined what it does then."""
 
     def __init__(self, engine: "FoundEngine", library: "Library") -> None:
         self._engine, self._library = engine, library
@@ -66,6 +68,7 @@ class Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._last: tuple[int, int] | None = None
+        self._changes = 0
 
     def set_device_memory(self, address: int, size: int) -> None:
         self.memory = address, size
@@ -75,6 +78,7 @@ class Context:
         return True
 
     def set_input_shape(self, name: str, dims: tuple[int, ...]) -> bool:
+        self._changes += 1
         assert self._profile is not None
         most = {TOKENS: self._profile.max_tokens, BATCH: self._profile.batch_size}
         self._shapes[name] = dims
@@ -84,6 +88,7 @@ class Context:
         )
 
     def set_tensor_address(self, name: str, address: int) -> bool:
+        self._changes += 1
         self._addresses[name] = address
         return address % ALIGNMENT == 0
 
@@ -98,10 +103,14 @@ class Context:
         if self.memory is None or self.memory[1] < self._engine.device_memory_size_v2:
             return False
         (address, size), addresses, self._last = self.memory, dict(self._addresses), run
+        captured = cudart.functions.fake_cuda_is_capturing(c_void_p(stream))
+        context, changes, networks = weakref.ref(self), self._changes, self._library.networks
 
         def work() -> None:
+            if captured and (context() is None or context()._changes != changes):  # type: ignore[union-attr]
+                raise RuntimeError("a recorded execution context was changed or destroyed")
             ctypes.memset(address, 0xFF, size)
-            self._library.networks.run(spec.name, addresses, *run, False)
+            networks.run(spec.name, addresses, *run, 0, False)
 
         cudart.queue(stream, work)
         return addresses.keys() == {*spec.inputs, *spec.outputs}
@@ -116,7 +125,7 @@ class FoundEngine:
         self._tensors = [*((name, "INPUT") for name in spec.inputs), *((name, "OUTPUT") for name in spec.outputs)]
         self.num_io_tensors, self.num_optimization_profiles = len(self._tensors), len(profiles)
         self.device_memory_size_v2 = 100_000 + 1000 * len(spec.inputs)
-        self.contexts: list[Context] = []
+        self.contexts = weakref.WeakSet[Context]()
 
     def get_tensor_name(self, index: int) -> str:
         return self._tensors[index][0]
@@ -145,8 +154,9 @@ class FoundEngine:
     def create_execution_context(self, config: Any) -> Context | None:
         if config.strategy != self._library.ExecutionContextAllocationStrategy.USER_MANAGED:
             return None
-        self.contexts.append(Context(self, self._library))
-        return self.contexts[-1]
+        context = Context(self, self._library)
+        self.contexts.add(context)
+        return context
 
 
 class Library:
@@ -215,6 +225,28 @@ def test_engines_give_the_graph_s_tokens(
     if options.get("mode") != "lossless":  # when drafts are verified depends on the others
         assert [exits(one) for one in found] == [exits(one) for one in expected]
     assert cudart.calls("cudaGraphLaunch") - before > 50, "runs are recorded and replayed"
+
+
+def test_a_recorded_run_has_an_execution_context_of_its_own(
+    built: Path, library: Library, thresholds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which lasts as long as the recording; with one for all runs of a profile, recordings are of changed contexts."""
+    options = {"threshold": thresholds, "min_layers": 0}
+    engine = load(built, provider="tensorrt", verify=False)
+    alone(engine, **options)
+    kept = sum(len(found.contexts) for found in library.engines.values())
+    assert kept > len(library.engines) * 3
+    del engine
+    assert not any(found.contexts for found in library.engines.values())
+    run = opening.TrtNetwork.run
+    monkeypatch.setattr(
+        opening.TrtNetwork,
+        "run",
+        lambda self, addresses, tokens, size, recording, captured: run(self, addresses, tokens, size, 0, captured),
+    )
+    engine = load(built, provider="tensorrt", verify=False)
+    with pytest.raises(GenerationError, match="a recorded execution context was changed or destroyed"):
+        alone(engine, **options)
 
 
 def test_the_contexts_of_a_set_of_buffers_share_one_working_memory(

@@ -2,9 +2,8 @@
 
 The two flavours share this module; `flavours` has the differences. An engine runs on one version of one flavour, on the
 GPUs it was built for: all of that is compared before the library loads it, because the library's messages about an
-engine that does not fit are for its developers. The library runs the engines by a callback (`callers_networks`). Every
-set of buffers has one execution context per network and optimization profile; all of them share one block of working
-memory, because one network runs at a time.
+engine that does not fit are for its developers. The library runs the engines by a callback (`callers_networks`). All
+execution contexts of a set of buffers share one block of working memory, because one network runs at a time.
 """
 
 import mmap
@@ -36,6 +35,8 @@ from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
 
 ALIGNMENT = 256  # bytes; what CUDA allocates at and TensorRT requires of an address
+
+_Arguments = tuple[int, ...]  # of a run: tokens, sequences, addresses
 
 
 def open_engines(
@@ -155,8 +156,7 @@ class _Runtime:
                 if severity in (library.ILogger.Severity.ERROR, library.ILogger.Severity.INTERNAL_ERROR):
                     errors.append(" ".join(message.split()))
 
-        self._log = Log()  # the runtime does not keep it alive
-        self._runtime = library.Runtime(self._log)
+        self._runtime = library.Runtime(Log())
 
     def load(self, data: mmap.mmap | bytes, path: str) -> Any:
         """The engine in `data`, which it needs no longer.
@@ -228,8 +228,14 @@ class TrtNetworks:
     def __init__(self, networks: Mapping[str, "TrtNetwork"], memory: CudaMemory) -> None:
         self._networks, self._memory = dict(networks), memory
 
-    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
-        return self._networks[name].run(addresses, tokens, batch_size, recording)
+    def run(
+        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
+    ) -> bool:
+        return self._networks[name].run(addresses, tokens, batch_size, recording, captured)
+
+    def forget(self, recording: int) -> None:
+        for network in self._networks.values():
+            network.forget(recording)
 
     def close(self) -> None:
         self._networks.clear()
@@ -237,7 +243,11 @@ class TrtNetworks:
 
 
 class TrtNetwork:
-    """One engine with the execution contexts of one stream."""
+    """One engine with the execution contexts of one stream.
+
+    One context a profile runs what is not recorded. A run that is recorded has one of its own, because a recording is
+    of a context's state: TensorRT leaves undefined what it does once the context's shapes or addresses have changed.
+    """
 
     def __init__(
         self,
@@ -252,34 +262,49 @@ class TrtNetwork:
     ) -> None:
         self._flavour, self._library, self._engine, self._spec = flavour, library, engine, spec
         self._profiles, self._stream, self._memory, self._cache = profiles, stream, memory, cache
-        self._contexts: dict[int, Any] = {}
+        self._contexts: dict[int, Any] = {}  # by profile
+        self._recorded: dict[int, dict[_Arguments, Any]] = {}  # by recording
 
-    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1, recording: bool = False) -> bool:
+    def run(
+        self,
+        addresses: Mapping[str, int],
+        tokens: int,
+        batch_size: int = 1,
+        recording: int = 0,
+        captured: bool = False,
+    ) -> bool:
         """Queues a run on the stream; see `callers_networks.Networks.run`.
 
         Raises:
             GenerationError: no profile takes so many tokens of so many sequences, or TensorRT failed.
         """
-        context = self._context(pick_profile(self._profiles, tokens, batch_size))
-        for name, tensor in self._spec.inputs.items():
-            self._require(context.set_input_shape(name, tensor.dims(tokens, batch_size)), f"the shape of {name}")
-        for name in (*self._spec.inputs, *self._spec.outputs):
-            self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
-        records = recording or capturable(self._flavour, context, self._stream)
+        profile, arguments = pick_profile(self._profiles, tokens, batch_size), (tokens, batch_size, *addresses.values())
+        contexts: dict[Any, Any] = self._recorded.setdefault(recording, {}) if recording else self._contexts
+        key = arguments if recording else profile
+        context = contexts.get(key)
+        if context is None or not recording:
+            if context is None:
+                context = contexts[key] = self._new_context(profile)
+            for name, tensor in self._spec.inputs.items():
+                self._require(context.set_input_shape(name, tensor.dims(tokens, batch_size)), f"the shape of {name}")
+            for name in (*self._spec.inputs, *self._spec.outputs):
+                self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
+        records = captured or capturable(self._flavour, context, self._stream)
         self._require(context.execute_async_v3(self._stream), f"a run over {tokens} tokens")
         return records
 
-    def _context(self, profile: int) -> Any:
-        """The context of a profile, created when it is first needed."""
-        if profile not in self._contexts:
-            config = configure(self._flavour, self._library, self._engine, self._cache)
-            context = self._engine.create_execution_context(config)
-            self._require(context is not None, "an execution context")
-            context.set_device_memory(self._memory.address, self._memory.size)
-            self._require(context.set_optimization_profile_async(profile, self._stream), f"profile {profile}")
-            synchronize(self._stream)
-            self._contexts[profile] = context
-        return self._contexts[profile]
+    def forget(self, recording: int) -> None:
+        """Frees the contexts of a recording."""
+        self._recorded.pop(recording, None)
+
+    def _new_context(self, profile: int) -> Any:
+        config = configure(self._flavour, self._library, self._engine, self._cache)
+        context = self._engine.create_execution_context(config)
+        self._require(context is not None, "an execution context")
+        context.set_device_memory(self._memory.address, self._memory.size)
+        self._require(context.set_optimization_profile_async(profile, self._stream), f"profile {profile}")
+        synchronize(self._stream)
+        return context
 
     def _require(self, worked: bool, what: str) -> None:
         if not worked:

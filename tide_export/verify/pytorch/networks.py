@@ -47,9 +47,14 @@ class TorchNetworks:
             program = Program(model, {}, torch.device("cpu"), str(file.path))
             self._networks[name] = TorchNetwork(program, spec)
 
-    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+    def run(
+        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
+    ) -> bool:
         self._networks[name].run(addresses, tokens, batch_size)
         return False
+
+    def forget(self, recording: int) -> None:
+        """Forgets nothing, as nothing is kept for a recording."""
 
     def close(self) -> None:
         """Keeps the networks, which hold nothing of their own for a set of buffers."""

@@ -1,0 +1,92 @@
+// How a GPU decides which segments a step runs: the rules of `SegmentedSteps`, for one slot at a time.
+//
+// `step_kernel.cu` calls these functions in a thread for each slot; tests call them on the host. After each segment a slot
+// is settled (did it exit?), the slots that need the next segment are counted, and each is scheduled or made padding.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "decoding/depth_rule.h"
+
+namespace tide {
+
+constexpr float kNever = 2.0F, kSure = 1.0F;  // thresholds: no score is above either
+
+// What the host says of a step, and of its slots.
+struct StepShare {
+  double compaction_threshold;
+  std::int32_t everyone;  // slots with new tokens
+  std::int32_t alone;     // see `SegmentedSteps::step`
+};
+struct SlotRule {
+  std::int64_t max_pending;
+  std::int32_t requested;  // 0: the slot is padding
+  std::int32_t verifies;
+};
+// A row of the exit states that the head runs over: one of two.
+struct RowChoice {
+  std::int64_t exited, final;
+  std::int64_t slot;
+};
+
+// What the device finds out of a slot.
+struct SlotOutcome {
+  std::int32_t exit;          // the segment after which it exits; -1: none
+  std::int32_t segments_run;  // segments 0 .. segments_run - 1 ran over it
+  std::int32_t scheduled;     // whether the segment that ran last was to run over it
+};
+
+// Where it all is, in the device's memory. Arrays by segment have `pitch` elements for each.
+struct StepArguments {
+  StepShare const* share;
+  SlotRule const* rules;
+  std::int64_t const* counts;     // by segment and slot: tokens of a run
+  float const* thresholds;        // by segment and slot
+  std::int32_t const* exit_flags;  // by segment and slot, of its last run
+  RowChoice const* choices;
+  SlotOutcome* outcomes;
+  std::int64_t* last_tokens;  // by segment and slot; inputs of the networks, as the next
+  float* run_thresholds;
+  std::int64_t* rows;  // the head's
+  std::int32_t slots, segments, pitch, num_rows;
+};
+
+// Takes note of segment `next - 1`, which may have run over a slot; returns whether the slot needs the next one.
+constexpr bool settle(StepArguments const& step, std::int32_t next, std::int32_t slot) {
+  SlotOutcome& outcome = step.outcomes[slot];
+  if (outcome.scheduled == 0) return false;
+  outcome.segments_run = next;
+  if (next == step.segments) return false;
+  if (outcome.exit < 0 && step.exit_flags[(next - 1) * step.pitch + slot] != 0) outcome.exit = next - 1;
+  return is_active(outcome.exit >= 0, step.counts[next * step.pitch + slot], step.rules[slot].max_pending);
+}
+
+// Lets the next segment run over a slot, or makes it padding. active, ran: how many slots need it, and ran the segment
+// before. Returns the power of two to which the slot's tokens are padded; 0: it is padding.
+constexpr std::uint32_t schedule(StepArguments const& step, std::int32_t next, std::int32_t slot, bool needs,
+                                 std::int32_t active, std::int32_t ran) {
+  StepShare const& share = *step.share;
+  bool const all = active > 0 && all_catch_up(static_cast<std::size_t>(active), static_cast<std::size_t>(share.everyone),
+                                              ran == share.everyone, share.compaction_threshold);
+  bool const scheduled = all ? step.rules[slot].requested != 0 : needs;
+  std::int32_t const place = next * step.pitch + slot;
+  step.outcomes[slot].scheduled = scheduled ? 1 : 0;
+  step.last_tokens[place] = scheduled ? step.counts[place] - 1 : 0;
+  step.run_thresholds[place] = scheduled && step.outcomes[slot].exit < 0 ? step.thresholds[place] : kNever;
+  std::uint32_t padded = scheduled ? 1 : 0;
+  while (scheduled && padded < static_cast<std::uint64_t>(step.counts[place])) padded *= 2;
+  return padded;
+}
+
+// Chooses a row for the head.
+constexpr void choose_row(StepArguments const& step, std::int32_t row) {
+  RowChoice const& choice = step.choices[row];
+  SlotOutcome const& outcome = step.outcomes[choice.slot];
+  step.rows[row] = outcome.exit >= 0 && at_its_exit(step.share->alone != 0, step.rules[choice.slot].verifies != 0,
+                                                    outcome.segments_run == step.segments)
+                       ? choice.exited
+                       : choice.final;
+}
+
+}  // namespace tide
