@@ -224,6 +224,17 @@ class TestAnswers:
         assert [ids for ids, _ in engine.answered] == expected
         assert sum(ids != request.ids for ids, request in zip(expected, requests, strict=True)) > 40
 
+    def test_none_of_a_model_that_never_ends_one(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        prompts = choose_prompts(None, tokenizer, DraftConfig(), None)
+        engine, store = ScriptedEngine(lambda seed: [7] * 200), AnswerStore(tmp_path, WIDTH)
+        answerer = Answerer(engine, prompts, store, DraftConfig())
+        for _ in range(5):
+            answerer.answer_batch(1e9)
+        store.close()
+        assert len(engine.answered) == 200
+        asked = sum(len(ids) for ids, _ in engine.asked)
+        assert answers_module.FIRST_ASKED <= asked < answers_module.FIRST_ASKED + 40, "then it is asked no more"
+
     def test_a_training_that_goes_on_has_the_same(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         def run(folder: str, batches: int, seed: int = 0) -> list[tuple[tuple[int, ...], int]]:
             (tmp_path / folder).mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ FIRST_BATCH = 32
 MIN_BATCH, MAX_BATCH = 8, 256
 BATCH_SECONDS = 30.0
 WRITTEN_OF = 4  # of so many prompts the model is asked to write all but one
+FIRST_ASKED, MIN_WRITTEN = 64, 0.2  # a model that wrote a smaller share of so many is asked no more
 MIN_NEW_TOKENS = 3  # of some answer of the first batch: shorter ones have nothing to draft
 
 
@@ -29,6 +30,7 @@ class Answerer:
 
     def __init__(self, engine: AnswerEngine, prompts: Prompts, store: AnswerStore, config: DraftConfig) -> None:
         self._engine, self._prompts, self._store, self._config = engine, prompts, store, config
+        self._asked = self._written = 0  # prompts that the model was asked to write, and wrote
 
     def answer_batch(self, seconds: float) -> None:
         """Answers as many more prompts as take `BATCH_SECONDS`, or `seconds` where that is less.
@@ -71,12 +73,15 @@ class Answerer:
     def _requests(self, numbers: Sequence[int]) -> list[Request]:
         """Returns requests; the prompts of some that are trained on are written by the model."""
         requests = [self._prompts.request(number) for number in numbers]
-        if (writer := self._prompts.writer) is None:
+        writer = self._prompts.writer
+        if writer is None or (self._asked >= FIRST_ASKED and self._written < MIN_WRITTEN * self._asked):
             return requests
         places = [place for place, one in enumerate(requests) if not one.held_out and one.number % WRITTEN_OF != 0]
         written = writer.write(self._engine, [requests[place].seed for place in places])
         for place, ids in zip(places, written, strict=True):
+            self._asked += 1
             if ids is not None:
+                self._written += 1
                 requests[place] = replace(requests[place], ids=ids)
         return requests
 
