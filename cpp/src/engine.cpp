@@ -98,6 +98,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   limits.slots = static_cast<std::int64_t>(slots);
   limits.prompt_tokens = kListPromptTokens;
   StepLoop loop(backend_, backend_->start_batch(request->compaction_threshold, slots), limits, nullptr);
+  loop.end_together();
   std::vector<std::shared_ptr<Job>> jobs;
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     std::function<bool(Token const&)> callback;

@@ -32,7 +32,7 @@ class TokenStream::Impl {
     begun_ = true;
     if (!block_) {
       if (!result_) {
-        while (DraftRows const* const rows = decoder_->draft_rows()) decoder_->take_draft(drafts_->run({{0, *rows}})[0]);
+        while (decoder_->asks_drafter(1)) decoder_->take_draft(drafts_->run({{0, decoder_->draft_rows()}})[0], 1);
         StepRequest const& request = decoder_->request();
         result_ = state_.step(request.ids, request.logits_to_keep, request.full);
         decoder_->read_states(*result_);

@@ -1,4 +1,4 @@
-"""Lossless mode drafts for several sequences where it pays by the costs of all their tokens, and not where it does not."""
+"""Lossless mode drafts for several sequences where that pays by the costs of all their tokens, and not elsewhere."""
 
 from pathlib import Path
 from typing import Any

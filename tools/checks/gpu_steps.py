@@ -118,7 +118,6 @@ def steps(folder: Path, given: Given) -> list[Step]:
     reference = next(iter(bundles.values()))
     for name, bundle in bundles.items():
         found += _network_steps(name, bundle, reference, folder, exported[name])
-    # The step of the C++ runtime's conditional CUDA graphs belongs here, on networks in PyTorch and on engines.
     in_cpp, times = list[Step](), list[Step]()
     for one in FLAVOURS.values():
         in_cpp += _cpp_build_steps(one.name, folder / f"cpp-{one.name}")
@@ -218,6 +217,14 @@ def _network_steps(name: str, bundle: Path, reference: Path, folder: Path, after
             (torch_on_gpu, package("onnx")),
         ),
         Step(
+            f"{torch}-host",
+            f"the same where the host decides after each segment: {shows}",
+            ("env", "TIDE_HOST_DECIDES=1", *tool("checks/gpu_torch", bundle, *given(f"{torch}-host"))),
+            180,
+            after,
+            (torch_on_gpu, package("onnx")),
+        ),
+        Step(
             cuda,
             f"ONNX Runtime on CUDA: {shows}",
             tool("checks/networks", bundle, "cuda", *given(cuda)),
@@ -262,6 +269,13 @@ def _time_steps(flavour_name: str, bundle: Path, plugins: Path | None) -> list[S
     shows = "tokens a second over the number of sequences, and that each gets its own"
     return [
         Step(f"bench-{name}", "decode times", cli("bench", bundle, *run, "--json"), 180, loaded),
+        Step(
+            f"bench-{name}-host",
+            "decode times where the host decides after each segment",
+            ("env", "TIDE_HOST_DECIDES=1", *cli("bench", bundle, *run, "--json")),
+            180,
+            loaded,
+        ),
         Step(f"batch-{name}", shows, several, 240, loaded, (package("tokenizers"),)),
     ]
 

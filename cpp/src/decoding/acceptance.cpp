@@ -10,7 +10,8 @@ constexpr std::int64_t kAgreements = 2;
 constexpr std::array<std::array<double, kAgreements + 1>, kMaxNgram> kNgramShares{
     {{0.17, 0.42, 0.76}, {0.42, 0.62, 0.88}, {0.54, 0.75, 0.9}}};
 constexpr double kWeight = 12.0, kDecay = 0.97;
-constexpr double kMaxBalance = 4.0, kAllowance = 0.01;
+constexpr double kBalance = 0.5, kMaxBalance = 4.0;  // the first of a sequence
+constexpr double kAllowance = 0.01;                   // a token
 
 }  // namespace
 
@@ -22,6 +23,9 @@ std::size_t confidence_source(double confidence) {
   auto const above = std::upper_bound(kConfidences.begin() + 1, kConfidences.end(), confidence);
   return static_cast<std::size_t>(above - kConfidences.begin()) - 1;
 }
+
+Balance::Balance(std::size_t sequences)
+    : steps_(std::min(kBalance * static_cast<double>(sequences), kMaxBalance)) {}
 
 void Balance::settle(double gained, std::size_t tokens) {
   steps_ = std::min(steps_ + gained + kAllowance * static_cast<double>(tokens), kMaxBalance);

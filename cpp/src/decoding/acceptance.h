@@ -19,16 +19,25 @@ constexpr std::array<double, 8> kConfidences{0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 
 // The interval of a drafter's draft with this confidence.
 std::size_t confidence_source(double confidence);
 
-// What drafts of one kind may still lose in a sequence, in steps of full depth.
+// What drafts of one kind may still lose, in what a step costs a sequence.
 class Balance {
  public:
+  explicit Balance(std::size_t sequences);
+
   double steps() const { return steps_; }
 
   // Adds what a verification gained; the sequence grew by `tokens`.
   void settle(double gained, std::size_t tokens);
 
  private:
-  double steps_ = 0.5;
+  double steps_;
+};
+
+// By kind of draft; all sequences that are decoded together have one.
+struct Balances {
+  explicit Balances(std::size_t sequences = 1) : exits(sequences), ngrams(sequences), learned(sequences) {}
+
+  Balance exits, ngrams, learned;
 };
 
 // Estimated shares of drafts that are accepted, by source.

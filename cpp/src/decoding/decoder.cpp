@@ -1,5 +1,7 @@
 #include "decoding/decoder.h"
 
+#include <stdexcept>
+
 #include "decoding/audited.h"
 #include "decoding/lossless.h"
 #include "request.h"
@@ -34,14 +36,19 @@ class OneByOne final : public Decoder {
 
 }  // namespace
 
+DraftRows const& Decoder::draft_rows() { throw std::logic_error("it asks no drafter"); }
+
+void Decoder::take_draft(DraftResult const&, std::size_t) {}
+
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
-                                      std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter) {
+                                      std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
+                                      std::shared_ptr<Balances> const& balances) {
   Sampler sampler = std::move(request.samplers[number]);
   std::size_t const candidates = sampler.candidates();
   std::unique_ptr<Decoder> decoder;
   if (request.drafts) {
     decoder = make_lossless_decoder(manifest.depths(), manifest.model.context_length, std::move(sampler), *request.drafts,
-                                    request.stop_token_ids, drafter);
+                                    request.stop_token_ids, drafter, balances);
   } else if (audit != nullptr && request.mode == Mode::exit) {
     decoder = make_audited_decoder(std::move(sampler), manifest.depths(), audit);
   } else {

@@ -6,11 +6,13 @@
 #include <utility>
 #include <vector>
 
+#include "decoding/draft_costs.h"
 #include "tide/runtime.h"
 
 namespace tide {
 
 class Audit;
+struct Balances;
 struct DraftResult;
 struct DraftRows;
 struct DraftsInfo;
@@ -32,13 +34,19 @@ class Decoder {
   // the last token).
   virtual void begin(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) = 0;
 
-  // The rows that the bundle's drafter is to run over before the next step; null: none.
-  virtual DraftRows const* draft_rows() const { return nullptr; }
+  // Whether the bundle's drafter shall draft the next token, if it runs for so many sequences at once.
+  virtual bool asks_drafter(std::size_t) const { return false; }
 
-  // Takes the drafter's result for `draft_rows`. Where it throws nothing has changed.
-  virtual void take_draft(DraftResult const&) {}
+  // The rows that it is to run over, where it is asked. Where it throws nothing has changed.
+  virtual DraftRows const& draft_rows();
 
-  // The step to run next, once `draft_rows` is null. Where it throws nothing has changed.
+  // Takes its result, of a run for `sharing` sequences. Where it throws nothing has changed.
+  virtual void take_draft(DraftResult const&, std::size_t sharing);
+
+  // Drafts that the next step verifies, as far as they are made.
+  virtual std::size_t planned() const { return 0; }
+
+  // The step to run next, for which no more is drafted. Where it throws nothing has changed.
   virtual StepRequest const& request() { return request_; }
 
   // Whether it reads the final states of steps.
@@ -67,7 +75,7 @@ class Decoder {
   std::int64_t lookup_drafted = 0, lookup_accepted = 0;  // of these, prompt-lookup drafts
   std::int64_t learned_drafted = 0, learned_accepted = 0;  // of these, drafts of the bundle's drafter
   bool keeps_states = false;    // whether the generation is to have its final states
-  std::size_t others = 0;       // sequences beside this one in its steps
+  Company others;               // what the next step runs beside this sequence
   std::int64_t undone = 0;                               // positions that every layer computed and a rewind removed
   std::size_t candidates = 0;                            // see `Sampler::candidates`
 
@@ -80,9 +88,11 @@ class Decoder {
 // The decoder of a request's prompt of this number. In lossless mode the sequence must be started with kNoLimit as
 // `max_pending`: the decoder decides when to verify.
 //
-// audit: of mode exit; null: none. drafter: of the bundle, which outlives it; null: none.
+// audit: of mode exit; null: none. drafter: of the bundle, which outlives it; null: none. balances: of what is decoded
+// together; null: of this sequence alone.
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
                                       std::shared_ptr<Audit> const& audit = nullptr,
-                                      DraftsInfo const* drafter = nullptr);
+                                      DraftsInfo const* drafter = nullptr,
+                                      std::shared_ptr<Balances> const& balances = nullptr);
 
 }  // namespace tide

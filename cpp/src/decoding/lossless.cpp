@@ -13,6 +13,8 @@ namespace tide {
 namespace {
 
 constexpr double kTokenValue = 0.75;  // of the cost of a step, what a token costs until it is known
+constexpr std::int64_t kLead = 2;     // tokens before the last sequence that may come in useful
+constexpr double kHorizon = 128;      // tokens over which running the drafter over old ones must pay
 constexpr double kSpentTokens = 20, kSpentDecay = 0.97;
 
 // A token that awaits verification.
@@ -21,22 +23,16 @@ struct Draft {
   std::size_t source;  // see `Acceptance`; 0 of an early exit
 };
 
-// What running more tokens than one costs, in steps over one, from the costs of 1, 2, 4, 8 and 16 more.
-double cost_of_more(std::vector<double> const& costs, std::size_t more) {
-  if (more == 0) return 0;
-  std::size_t k = 0;
-  while (k + 2 < costs.size() && more >> (k + 1) > 0) ++k;
-  double const known = static_cast<double>(std::size_t{1} << k);
-  return costs[k] + (static_cast<double>(more) - known) * (costs[k + 1] - costs[k]) / known;
-}
-
 class LosslessDecoder final : public Decoder {
  public:
   LosslessDecoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context, Sampler sampler,
-                  DraftLimits const& limits, std::set<std::int64_t> stops, DraftsInfo const* drafter)
+                  DraftLimits const& limits, std::set<std::int64_t> stops, DraftsInfo const* drafter,
+                  std::shared_ptr<Balances> balances)
       : sampler_(std::move(sampler)),
         depths_(std::move(depths)),
         limits_(limits),
+        costs_(limits.verify_costs, limits.drafter_cost),
+        balances_(balances ? std::move(balances) : std::make_shared<Balances>()),
         stops_(std::move(stops)),
         context_(context),
         max_learned_(drafter == nullptr ? 0 : std::min(limits.drafter, drafter->max_rows / 2)),
@@ -54,24 +50,20 @@ class LosslessDecoder final : public Decoder {
     }
     max_tokens_ = length_ == 0 ? 1 : max_tokens;  // a prompt needs every layer: no draft
     drafts_.clear();
-    cost_ = 0;
+    ngram_.clear();
+    exits_cost_ = drafter_cost_ = 0;
     share_ = 1;
     new_ids_ = ids;
-    by_drafter_ = drafting_ = false;
+    drafting_ = drafter_ != nullptr && length_ > 0;
+    requested_ = by_drafter_ = false;
     sampler_.undo(sampler_.length());
-    if (length_ > 0 && asks_drafter()) {
-      by_drafter_ = drafting_ = true;
-      requested_ = false;
-    } else {
-      request_step(ids);
-    }
   }
 
   StepRequest const& request() override {
     if (requested_) return request_;
     std::size_t const before = sampler_.with_drafts();
     try {
-      request_step(drafted_ids());
+      request_step();
     } catch (...) {
       sampler_.undo(before);
       throw;
@@ -79,9 +71,37 @@ class LosslessDecoder final : public Decoder {
     return request_;
   }
 
-  DraftRows const* draft_rows() const override { return drafting_ ? &rows_ : nullptr; }
+  bool asks_drafter(std::size_t sharing) const override {
+    std::size_t const drafts = drafts_.size();
+    if (!drafting_ || requested_ || (drafts > 0 && !by_drafter_) || waits()) return false;
+    if (drafts == 0 && waiting_ids_.empty()) return false;
+    if (ends() || static_cast<std::int64_t>(drafts) >= std::min(max_learned_, max_tokens_ - 1)) return false;
+    if (context_ && length_ + static_cast<std::int64_t>(new_ids_.size() + drafts) >= *context_) return false;
+    double const cost = costs_.draft(others, sharing), marginal = costs_.marginal(others, drafts);
+    if (drafter_cost_ + cost + costs_.verify(others, drafts + 1) > balances_->learned.steps()) return false;
+    double const gain =
+        learned_.mean([&](double share) { return std::max(share_ * share * token_value() - marginal, 0.0); });
+    if (gain < cost) return false;
+    std::size_t const old = drafts > 0 ? 0 : waiting_ids_.size() - 1;  // which it runs over once and for all
+    if ((gain - cost) * std::min(static_cast<double>(max_tokens_), kHorizon) < costs_.rows(others, old)) return false;
+    if (limits_.prompt_lookup == 0) return true;
+    auto const match = lookup_.next(ids_of(drafts_));  // an n-gram costs no draft
+    double const share = match ? ngrams_share_.of(match->source) : 0.0;
+    return share_ * share * token_value() - marginal <= gain - cost;
+  }
 
-  void take_draft(DraftResult const& result) override {
+  DraftRows const& draft_rows() override {
+    if (drafts_.empty()) {  // the rows whose tokens and states are known since the drafter last ran
+      auto const rows = static_cast<std::int64_t>(waiting_ids_.size());
+      if (kept_rows_ + rows + max_learned_ > drafter_->max_rows) kept_rows_ = 0;
+      rows_ = {kept_rows_, waiting_ids_, waiting_states_};
+    }
+    return rows_;
+  }
+
+  std::size_t planned() const override { return drafts_.size() + ngram_.size(); }
+
+  void take_draft(DraftResult const& result, std::size_t sharing) override {
     std::size_t const before = sampler_.with_drafts();
     make_room(drafts_, 1);
     auto const drafted = sampler_.draft(result.logits, drafter_->tokens, vocabulary_, drafts_.size());
@@ -91,18 +111,18 @@ class LosslessDecoder final : public Decoder {
       if (drafted) {
         std::size_t const source = confidence_source(drafted->confidence);
         double const share = share_ * learned_.of(source);
-        if (share * token_value() >= marginal_cost(drafts_.size())) {
+        if (share * token_value() >= costs_.marginal(others, drafts_.size())) {
           next = {rows_.before + static_cast<std::int64_t>(rows_.ids.size()), {drafted->id},
                   {result.state, result.state + drafter_->width}};
           taken = true;
         }
+        drafter_cost_ += costs_.draft(others, sharing);
         if (drafts_.empty()) {
           kept_rows_ += static_cast<std::int64_t>(rows_.ids.size());
           waiting_ids_.clear();
           waiting_states_.clear();
         }
         learned_.count(source);
-        cost_ += draft_cost();
         if (taken) {
           drafts_.push_back({{drafted->id, 0, 0}, source});
           share_ = share;
@@ -114,7 +134,7 @@ class LosslessDecoder final : public Decoder {
     }
     if (taken) {
       rows_ = std::move(next);
-      drafting_ = asks_drafter();
+      by_drafter_ = true;
     } else {
       sampler_.undo(before);
       drafting_ = false;
@@ -134,72 +154,23 @@ class LosslessDecoder final : public Decoder {
         throw;
       }
     }
-    double const cost = limits_.draft_costs[static_cast<std::size_t>(result.segments_run - 1)];
-    std::size_t const before = sampler_.with_drafts();
     make_room(drafts_, 1);
-    std::int64_t const drafted_id = sampler_.draft(result);
-    drafts_.push_back({{drafted_id, result.exit_layer, passes}, 0});
+    drafts_.push_back({{sampler_.draft(result), result.exit_layer, passes}, 0});
     length_ += ran;
-    cost_ += cost;
-    try {
-      request_step({drafted_id});
-    } catch (...) {
-      drafts_.pop_back();
-      length_ -= ran;
-      cost_ -= cost;
-      sampler_.undo(before);
-      throw;
-    }
+    exits_cost_ += limits_.draft_costs[static_cast<std::size_t>(result.segments_run - 1)];
+    requested_ = false;
     return {};
   }
 
  private:
-  // --- costs, in steps over one token of this sequence alone ---------------------------------------------------------------
+  // What an accepted draft saves: what a token costs with drafts, as of late; without any it is 1.
+  double token_value() const { return std::min(spent_ / made_, 1.0); }
 
-  // Of this sequence's share in a step without drafts.
-  double step_cost() const {
-    return (1 + cost_of_more(limits_.verify_costs, others)) / static_cast<double>(others + 1);
-  }
-  // Of verifying drafts, beside the other sequences' tokens.
-  double verify_cost(std::size_t drafts) const {
-    return cost_of_more(limits_.verify_costs, others + drafts) - cost_of_more(limits_.verify_costs, others);
-  }
-  double marginal_cost(std::size_t drafts) const { return verify_cost(drafts + 1) - verify_cost(drafts); }
-  // What an accepted draft saves: what a token costs with drafts, as of late.
-  double token_value() const { return spent_ / made_ * step_cost(); }
-  double draft_cost() const { return limits_.drafter_cost * step_cost(); }
+  // Whether drafts would only make it wait longer for the last sequence.
+  bool waits() const { return others.later > kLead; }
 
-  // --- the drafter -----------------------------------------------------------------------------------------------------
-
-  // Whether the drafter shall draft the next token of the block; its rows are then ready.
-  bool asks_drafter() {
-    if (drafter_ == nullptr) return false;
-    std::size_t const drafts = drafts_.size();
-    auto const length = length_ + static_cast<std::int64_t>(new_ids_.size() + drafts);
-    bool const ends = drafts > 0 && stops_.count(drafts_.back().token.id) == 1;
-    if (ends || static_cast<std::int64_t>(drafts) >= std::min(max_learned_, max_tokens_ - 1)) return false;
-    if (context_ && length >= *context_) return false;
-    double const cost = draft_cost(), marginal = marginal_cost(drafts);
-    if (cost_ + cost + verify_cost(drafts + 1) > drafter_balance_.steps()) return false;
-    double const gain =
-        learned_.mean([&](double share) { return std::max(share_ * share * token_value() - marginal, 0.0); });
-    if (gain < cost) return false;
-    if (limits_.prompt_lookup > 0) {  // an n-gram costs no draft
-      auto const match = lookup_.next(ids_of(drafts_));
-      double const share = match ? ngrams_share_.of(match->source) : 0.0;
-      if (share_ * share * token_value() - marginal > gain - cost) return false;
-    }
-    return drafts > 0 || prepare_rows();
-  }
-
-  // Makes the rows whose tokens and states are known since the drafter last ran. Returns whether there are any.
-  bool prepare_rows() {
-    if (waiting_ids_.empty()) return false;
-    auto const rows = static_cast<std::int64_t>(waiting_ids_.size());
-    if (kept_rows_ + rows + max_learned_ > drafter_->max_rows) kept_rows_ = 0;
-    rows_ = {kept_rows_, waiting_ids_, waiting_states_};
-    return true;
-  }
+  // Whether the drafts end the generation.
+  bool ends() const { return !drafts_.empty() && stops_.count(drafts_.back().token.id) == 1; }
 
   // Keeps the states of a step's tokens that stay, each with the token after it.
   //
@@ -226,28 +197,27 @@ class LosslessDecoder final : public Decoder {
     return ids;
   }
 
-  std::vector<std::int64_t> drafted_ids() const {
-    std::vector<std::int64_t> ids = new_ids_, drafted = ids_of(drafts_);
-    ids.insert(ids.end(), drafted.begin(), drafted.end());
-    return ids;
-  }
+  // --- steps ---------------------------------------------------------------------------------------------------------
 
-  // --- steps --------------------------------------------------------------------------------------------------------------
-
-  // Requests the step over `ids`, which drafts one more token or verifies all drafts. Where it throws, only the sampler may
-  // have changed.
-  void request_step(std::vector<std::int64_t> const& ids) {
-    std::int64_t const length = length_ + static_cast<std::int64_t>(ids.size());
+  // Requests the step that drafts one more token by an exit or verifies all drafts. Where it throws, only the sampler
+  // may have changed.
+  void request_step() {
+    StepRequest next;
+    bool const exited = !drafts_.empty() && !by_drafter_;  // all but the last were run
+    if (!exited) next.ids = new_ids_;
+    for (std::size_t i = exited ? drafts_.size() - 1 : 0; i < drafts_.size(); ++i) {
+      next.ids.push_back(drafts_[i].token.id);
+    }
+    std::int64_t const length = length_ + static_cast<std::int64_t>(next.ids.size());
     auto const drafts = static_cast<std::int64_t>(drafts_.size());
-    bool const ends = drafts > 0 && stops_.count(drafts_.back().token.id) == 1;
     bool const context_full = context_ && length == *context_;
-    std::int64_t const limit = std::min(limits_.max_drafts, max_tokens_ - 1);
-    bool const may_exit =
-        !(by_drafter_ && drafts > 0) && drafts < limit && cost_ < exits_.steps() && !ends && !context_full;
+    bool const may_exit = !by_drafter_ && drafts < std::min(limits_.max_drafts, max_tokens_ - 1) &&
+                          exits_cost_ < balances_->exits.steps() && !ends() && !context_full;
     std::vector<Draft> ngram;
-    if (!ends) ngram = ngram_drafts(max_tokens_ - 1 - drafts, length);
-    StepRequest next{ids, drafts + static_cast<std::int64_t>(ngram.size()) + 1, !ngram.empty() || !may_exit};
+    if (!ends() && !waits()) ngram = ngram_drafts(max_tokens_ - 1 - drafts, length);
     for (Draft const& draft : ngram) next.ids.push_back(draft.token.id);
+    next.logits_to_keep = drafts + static_cast<std::int64_t>(ngram.size()) + 1;
+    next.full = !ngram.empty() || !may_exit;
     ngram_ = std::move(ngram);
     request_ = std::move(next);
     requested_ = true;
@@ -265,14 +235,14 @@ class LosslessDecoder final : public Decoder {
     max_tokens = std::min(max_tokens, limits_.prompt_lookup);
     std::vector<Draft> made;
     std::vector<std::int64_t> tokens = ids_of(drafts_);
-    double const before = verify_cost(drafts_.size());
+    double const before = costs_.verify(others, drafts_.size());
     double share = share_;
     while (static_cast<std::int64_t>(made.size()) < max_tokens) {
       if (!made.empty() && stops_.count(tokens.back()) == 1) break;
       auto const match = lookup_.next(tokens);
-      if (!match || verify_cost(tokens.size()) - before > ngrams_.steps()) break;
+      if (!match || costs_.verify(others, tokens.size()) - before > balances_->ngrams.steps()) break;
       share *= ngrams_share_.of(match->source);
-      if (share * token_value() < marginal_cost(tokens.size())) break;
+      if (share * token_value() < costs_.marginal(others, tokens.size())) break;
       if (!sampler_.take_draft(match->token)) break;
       made.push_back({{match->token, 0, 0}, match->source});
       tokens.push_back(match->token);
@@ -322,17 +292,17 @@ class LosslessDecoder final : public Decoder {
     std::size_t const first = sources.size(), all = first + ngram_sources.size();
     std::size_t const ngram_accepted = num_accepted - std::min(num_accepted, first);
     if (num_accepted >= first) ngrams_share_.record(ngram_sources, ngram_accepted);
-    double const first_cost = verify_cost(first), value = step_cost();
+    double const first_cost = costs_.verify(others, first), cost = costs_.verify(others, all);
     std::size_t const tokens = num_accepted + 1;
     if (length_ > 0) {  // of the prompt no token could be drafted
-      spent_ = spent_ * kSpentDecay + 1 + (cost_ + verify_cost(all)) / value;
+      spent_ = spent_ * kSpentDecay + 1 + exits_cost_ + drafter_cost_ + cost;
       made_ = made_ * kSpentDecay + static_cast<double>(tokens);
     }
-    double const first_gain = value * static_cast<double>(num_accepted - ngram_accepted) - cost_ - first_cost;
+    double const first_gain = static_cast<double>(num_accepted - ngram_accepted) - first_cost;
     if (by_drafter_) learned_.record(sources, std::min(num_accepted, first));
-    (by_drafter_ ? exits_ : drafter_balance_).settle(0, tokens);
-    (by_drafter_ ? drafter_balance_ : exits_).settle(first_gain, tokens);
-    ngrams_.settle(value * static_cast<double>(ngram_accepted) - verify_cost(all) + first_cost, tokens);
+    balances_->exits.settle((by_drafter_ ? 0.0 : first_gain) - exits_cost_, tokens);
+    balances_->learned.settle((by_drafter_ ? first_gain : 0.0) - drafter_cost_, tokens);
+    balances_->ngrams.settle(static_cast<double>(ngram_accepted) - cost + first_cost, tokens);
     drafted += static_cast<std::int64_t>(all);
     accepted += static_cast<std::int64_t>(num_accepted);
     lookup_drafted += static_cast<std::int64_t>(all - first);
@@ -345,24 +315,25 @@ class LosslessDecoder final : public Decoder {
   Sampler sampler_;
   std::vector<std::int64_t> const depths_;
   DraftLimits const limits_;
-  PromptLookup lookup_;
+  DraftCosts const costs_;
+  std::shared_ptr<Balances> const balances_;
+  mutable PromptLookup lookup_;  // notes what was added when it is first asked
   Acceptance ngrams_share_ = Acceptance::of_ngrams(), learned_{std::vector<double>()};
-  Balance exits_, ngrams_, drafter_balance_;
   std::set<std::int64_t> const stops_;
   std::optional<std::int64_t> const context_;
   std::int64_t max_tokens_ = 1;        // of the block
-  double cost_ = 0;                    // of the block's drafts so far, without n-grams
-  double spent_ = kTokenValue * kSpentTokens, made_ = kSpentTokens;  // steps' costs without drafts, and tokens, as of late
+  double exits_cost_ = 0, drafter_cost_ = 0;  // of the block's drafts so far, without their verification
+  double spent_ = kTokenValue * kSpentTokens, made_ = kSpentTokens;  // what tokens of late cost, and how many
   double share_ = 1;                   // probability that all drafts of the block so far are accepted
   std::vector<std::int64_t> new_ids_;  // that begin the block
   std::vector<Draft> drafts_;          // of the block, so far: early exits or the drafter's
   std::vector<Draft> ngram_;           // by prompt lookup after them in the requested step
-  bool requested_ = true;              // whether `request_` is the step to run next
+  bool requested_ = false;             // whether `request_` is the step to run next
 
   std::int64_t const max_learned_;    // drafts of the drafter before one verification
   DraftsInfo const* const drafter_;  // null: none
   bool by_drafter_ = false;           // whether the block's drafts are the drafter's
-  bool drafting_ = false;             // whether it is to run over `rows_`
+  bool drafting_ = false;             // whether it may be asked for the next one
   DraftRows rows_;
   std::int64_t kept_rows_ = 0;             // that it has of accepted tokens
   std::vector<std::int64_t> waiting_ids_;  // rows of accepted tokens that it has not run over
@@ -374,8 +345,10 @@ class LosslessDecoder final : public Decoder {
 
 std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
                                                Sampler sampler, DraftLimits const& limits,
-                                               std::set<std::int64_t> const& stops, DraftsInfo const* drafter) {
-  return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops, drafter);
+                                               std::set<std::int64_t> const& stops, DraftsInfo const* drafter,
+                                               std::shared_ptr<Balances> balances) {
+  return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops, drafter,
+                                           std::move(balances));
 }
 
 }  // namespace tide

@@ -23,8 +23,9 @@ Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std:
       number_(number),
       progress_(manifest, prompt, *request_) {}
 
-void Job::begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter) {
-  decoder_ = make_decoder(manifest_, *request_, number_, audit, drafter);
+void Job::begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
+                std::shared_ptr<Balances> const& balances) {
+  decoder_ = make_decoder(manifest_, *request_, number_, audit, drafter, balances);
   progress_.begin(*decoder_);
   sequence.candidates = decoder_->candidates;
   sequence.states = decoder_->reads_states();

@@ -37,9 +37,10 @@ class Job {
 
   // --- called by who does the steps -----------------------------------------------------------------------------------
 
-  // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none. drafter: as in
-  // `make_decoder`.
-  void begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter);
+  // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none. drafter, balances: as
+  // in `make_decoder`.
+  void begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
+             std::shared_ptr<Balances> const& balances);
 
   // Omits the first `count` tokens of the prompt, whose K/V the sequence has, from the first step.
   void skip(std::int64_t count);
@@ -57,6 +58,7 @@ class Job {
   // the generation. error: why it failed.
   void end(std::optional<FinishReason> reason, std::exception_ptr error) noexcept;
 
+  std::int64_t left() const { return request_->max_new_tokens - static_cast<std::int64_t>(tokens_.size()); }  // at most
   bool unread() const { return sequence_->length() == 0; }  // whether its sequence is empty
   bool reads_prompt() const { return reads_prompt_; }       // whether it has no token yet
   bool verifies() const { return decoder_->verifies(); }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "decoding/acceptance.h"
 #include "generation_error.h"
 #include "scheduling/audit.h"
 #include "tide/errors.h"
@@ -33,6 +34,7 @@ StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batc
       prefixes_(open_prefix_cache(backend_->manifest(), *batch_, limits.prefix_cache_bytes)),
       kv_tokens_(kv_tokens_of(*batch_, backend_->manifest(), limits)),
       audit_(std::move(audit)),
+      balances_(std::make_shared<Balances>(batch_->free_slots())),
       slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
   order_.reserve(slots_.size());
@@ -66,6 +68,7 @@ bool StepLoop::step() noexcept {
   stepper_ = std::this_thread::get_id();
   end_cancelled();
   admit();
+  began_ = std::chrono::steady_clock::now();
   draft();
   choose_steps();
   bool const runs = !requests_.empty();
@@ -221,7 +224,7 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
                                [&] { return batch_->join(thresholds_of(job->request()), job->request().max_pending); });
     slots_[*slot] = job;
     if (job->request().drafts && drafts_ == nullptr) drafts_ = backend_->start_batch_drafts(slots_.size());
-    job->begin(batch_->sequence(*slot), audit_, drafts_ == nullptr ? nullptr : &drafts_->info());
+    job->begin(batch_->sequence(*slot), audit_, drafts_ == nullptr ? nullptr : &drafts_->info(), balances_);
   } catch (...) {
     if (slot) return fail(*slot, std::current_exception());
     {
@@ -234,27 +237,48 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
   }
 }
 
+// Tells a job what its step runs beside it.
+void StepLoop::show_others(Job& job) const noexcept {
+  if (job.reads_prompt()) return;
+  std::int64_t const later = last_ > 0 ? last_ - job.left() : 0;
+  job.decoder().others = {writing_ - 1, tokens_ - 1 - job.decoder().planned(), later};
+}
+
 // Runs the drafter for the jobs that ask it, all at once, until none does.
 void StepLoop::draft() noexcept {
-  std::size_t writing = 0;
-  for (auto const& job : slots_) writing += job != nullptr && !job->reads_prompt() ? 1 : 0;
+  writing_ = tokens_ = 0;
+  last_ = 0;
+  bool const together = together_ && waiting() == 0;
   for (auto const& job : slots_) {
-    if (job != nullptr) job->decoder().others = std::max<std::size_t>(writing, 1) - 1;
+    if (job == nullptr || job->reads_prompt()) continue;
+    ++writing_;
+    tokens_ += 1 + job->decoder().planned();
+    if (together) last_ = std::max(last_, job->left());
   }
   while (drafts_ != nullptr) {
     std::vector<std::size_t> asking;
     try {
-      std::vector<SlotDraft> rows;
       for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-        if (slots_[slot] == nullptr || slots_[slot]->decoder().draft_rows() == nullptr) continue;
+        if (slots_[slot] == nullptr || slots_[slot]->reads_prompt()) continue;
+        show_others(*slots_[slot]);
         asking.push_back(slot);
-        rows.push_back({slot, *slots_[slot]->decoder().draft_rows()});
+      }
+      for (std::size_t sharing = 0; sharing != asking.size();) {  // those that would ask alone with these, and so on
+        sharing = asking.size();
+        auto const declines = [&](std::size_t slot) { return !slots_[slot]->decoder().asks_drafter(sharing); };
+        asking.erase(std::remove_if(asking.begin(), asking.end(), declines), asking.end());
       }
       if (asking.empty()) return;
+      std::vector<SlotDraft> rows;
+      for (std::size_t const slot : asking) rows.push_back({slot, slots_[slot]->decoder().draft_rows()});
       std::vector<DraftResult> const results = drafts_->run(rows);
       for (std::size_t i = 0; i < asking.size(); ++i) {
+        Decoder& decoder = slots_[asking[i]]->decoder();
+        std::size_t const before = decoder.planned();
         try {
-          slots_[asking[i]]->decoder().take_draft(results[i]);
+          show_others(*slots_[asking[i]]);
+          decoder.take_draft(results[i], asking.size());
+          tokens_ += decoder.planned() - before;
         } catch (...) {  // of a hook
           fail(asking[i], std::current_exception());
         }
@@ -284,7 +308,10 @@ void StepLoop::choose_steps() noexcept {
       if (prefixes_ != nullptr && left > 0 && job.unread()) {
         job.skip(prefixes_->begin(slot, job.prompt()));
       }
+      show_others(job);
+      std::size_t const before = job.decoder().planned();
       steps_[slot] = job.next_step(left, backend_->manifest().propagates());
+      tokens_ += job.decoder().planned() - before;
     } catch (...) {
       fail(slot, std::current_exception());
       continue;
@@ -308,12 +335,12 @@ void StepLoop::keep(std::size_t slot) noexcept {
 
 // Runs a step. One that fails for several jobs is repeated for each alone, so that only those end whose own step fails.
 void StepLoop::run(std::vector<SlotRequest> const& requests) noexcept {
-  auto const started = std::chrono::steady_clock::now();
   try {
     std::vector<StepResult> const results = batch_->step(requests);
-    std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - started;
+    std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - began_;
     for (std::size_t i = 0; i < requests.size(); ++i) take(requests[i].slot, results[i], seconds.count());
   } catch (...) {  // of the step alone: `take` throws nothing
+    began_ = std::chrono::steady_clock::now();
     if (requests.size() == 1) return fail(requests[0].slot, std::current_exception());
     for (SlotRequest const& request : requests) {
       alone_.clear();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -45,6 +46,8 @@ class StepLoop {
   void watch(int descriptor);
   void unwatch(int descriptor);
 
+  void end_together() { together_ = true; }  // only the end of the last job counts
+
   void ask() { asked_ = true; }  // after a job in the queue was cancelled
 
   std::exception_ptr failure() const { return failure_; }  // of the first job that failed; not while others step
@@ -58,6 +61,7 @@ class StepLoop {
   void join(std::shared_ptr<Job> const& job) noexcept;
   void choose_steps() noexcept;
   void draft() noexcept;
+  void show_others(Job& job) const noexcept;
   void keep(std::size_t slot) noexcept;
   void run(std::vector<SlotRequest> const& requests) noexcept;
   void take(std::size_t slot, StepResult const& result, double seconds) noexcept;
@@ -73,6 +77,7 @@ class StepLoop {
   std::unique_ptr<PrefixCache> const prefixes_;  // null: there is none
   std::int64_t const kv_tokens_;                 // of all requests with a slot, at most
   std::shared_ptr<Audit> const audit_;           // null: there is none
+  std::shared_ptr<Balances> const balances_;     // of lossless jobs
 
   std::atomic<std::thread::id> stepper_{};      // the thread that does a step; none: no step is done
   std::mutex stepping_;                         // of what follows up to `mutex_`
@@ -80,7 +85,11 @@ class StepLoop {
   std::vector<std::size_t> order_;              // slots of the present step, in the order in which they get tokens
   std::vector<StepRequest const*> steps_;       // by slot
   std::vector<SlotRequest> requests_, alone_;   // of the present step, and one of them
+  std::size_t writing_ = 0, tokens_ = 0;        // jobs that write in the present step, and tokens of these in it
   std::exception_ptr failure_;
+  std::int64_t last_ = 0;                       // tokens that one of these may still write, at most
+  bool together_ = false;
+  std::chrono::steady_clock::time_point began_;  // the present step
   bool news_ = false;  // whether a job got tokens or ended in the present step
 
   mutable std::mutex mutex_;  // of what follows

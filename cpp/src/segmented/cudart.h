@@ -91,7 +91,7 @@ struct Functions {
 // ProviderError: there is none, or it lacks a function.
 Functions const& functions();
 
-// Whether library and driver have graphs that decide.
+// Whether library and driver have graphs that decide, and the environment variable TIDE_HOST_DECIDES does not forbid them.
 bool decides();
 
 bool finds_gpu();  // without CUDA: no

@@ -196,6 +196,19 @@ def test_a_cuda_that_cannot_leaves_it_to_the_host(
     )
 
 
+def test_the_environment_can_leave_it_to_the_host(
+    deciding: Callable[[bool], tuple[Engine, CallersNetworks]],
+    thresholds: list[float],
+    cudart: FakeCudart,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TIDE_HOST_DECIDES", "1")
+    engine, before = deciding(True)[0], cudart.calls("cudaGraphAddNode")
+    for _ in range(2):
+        alone(engine, threshold=thresholds, min_layers=0)
+    assert cudart.calls("cudaGraphAddNode") == before
+
+
 def test_work_of_a_step_is_of_the_states_it_has_then(
     deciding: Callable[[bool], tuple[Engine, CallersNetworks]], thresholds: list[float]
 ) -> None:
