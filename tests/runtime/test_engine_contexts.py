@@ -109,4 +109,4 @@ def test_a_run_that_rtx_cannot_record_is_said(monkeypatch: pytest.MonkeyPatch, c
     spec, profiles = NetworkSpec("segment_00", {}, {}), (Profile("decode", 1, 1, 2, 1),)
     network = TrtNetwork(TENSORRT_RTX, library, engine, spec, profiles, 7, memory)
     assert network.run({}, 1) == can
-    assert network.run({}, 1, recording=True)
+    assert network.run({}, 1, recording=1, captured=True)

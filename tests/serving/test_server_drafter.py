@@ -38,10 +38,9 @@ def drafted(server: Running) -> dict[str, float]:
 )
 def test_text_is_that_of_full_depth(drafting: Running, options: dict[str, Any]) -> None:
     extra = options.get("extra_body", {})
-    before = drafted(drafting)
     texts = []
     for mode in ("full", "lossless"):
         asked = ASKED | options | {"extra_body": extra | {"mode": mode}}
         texts.append([choice.text for choice in drafting.openai.completions.create(**asked).choices])
     assert texts[0] == texts[1]
-    assert drafted(drafting)["drafter"] > before["drafter"]
+    assert drafted(drafting)["drafter"] > 0, "by the first of these requests: none was accepted"

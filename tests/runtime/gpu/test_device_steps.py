@@ -95,7 +95,7 @@ def test_a_token_is_one_launch_and_one_wait(
         generate()
         launches, waits, copies = (cudart.calls(name) - then for name, then in zip(counted, before, strict=True))
         steps = sum(name == names.HEAD for name, _, _ in networks.runs)
-        assert steps >= 20
+        assert steps > 12
         if mode["mode"] == "lossless":  # where some steps verify more positions than a run of the head takes
             assert launches < 2 * steps
         else:
