@@ -29,7 +29,7 @@ CLUSTERS = (9, 0)  # the first compute capability whose blocks read each other's
 FLOAT = 4  # bytes
 # Of plugins/tide_exit: slots of a team and its blocks; blocks where a GPU allows no more to a cluster; floats in which
 # the warps of a block leave their sums.
-SLOTS, BLOCKS, LEAST_BLOCKS, PARTIAL_SUMS = 4, 16, 8, 8192
+SLOTS, BLOCKS, MIN_BLOCKS, PARTIAL_SUMS = 4, 16, 8, 8192
 # What can be made smaller: field of `ExitSizes`, setting of the calibration, and the least it can be.
 SETTINGS = (
     ("shortlist", "router_shortlist", 2),
@@ -75,7 +75,7 @@ def needed(sizes: ExitSizes, capability: tuple[int, int], multiprocessors: int =
         multiprocessors: of the GPU; without clusters a team has no more blocks than these.
     """
     if capability >= CLUSTERS:
-        return shared_bytes(sizes, LEAST_BLOCKS, True)
+        return shared_bytes(sizes, MIN_BLOCKS, True)
     blocks = BLOCKS
     while blocks > multiprocessors:
         blocks //= 2

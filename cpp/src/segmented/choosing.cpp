@@ -3,25 +3,29 @@
 //
 //   first, tide_decide -> switch { variant 0, tide_decide | variant 1, tide_decide | ... } -> switch { ... } -> last
 #include <algorithm>
+#include <utility>
 
 #include "segmented/cuda.h"
 #include "segmented/step_kernel.ptx.h"
-#include "tide/errors.h"
 
 namespace tide {
 namespace {
 
 constexpr std::int32_t kWarp = 32;
 
-// The kernel, which stays loaded.
+cuda::Kernel load_kernel() {
+  cuda::Functions const& api = cuda::functions();
+  cuda::Library library = nullptr;
+  cuda::Kernel kernel = nullptr;
+  cuda::require_recorded(api.LibraryLoadData(&library, kStepKernel, nullptr, nullptr, 0, nullptr, nullptr, 0),
+                         "cudaLibraryLoadData");
+  cuda::require_recorded(api.LibraryGetKernel(&kernel, library, "tide_decide"), "cudaLibraryGetKernel");
+  return kernel;
+}
+
+// The kernel, which stays loaded; any thread may be the first that needs it.
 cuda::Kernel decide_kernel() {
-  static cuda::Kernel kernel = nullptr;
-  if (kernel == nullptr) {
-    cuda::Library library = nullptr;
-    cuda::require_recorded(cuda::functions().LibraryLoadData(&library, kStepKernel, nullptr, nullptr, 0, nullptr, nullptr, 0),
-                  "cudaLibraryLoadData");
-    cuda::require_recorded(cuda::functions().LibraryGetKernel(&kernel, library, "tide_decide"), "cudaLibraryGetKernel");
-  }
+  static cuda::Kernel const kernel = load_kernel();
   return kernel;
 }
 
@@ -53,14 +57,15 @@ cuda::GraphExec CudaDevice::recorded(ChosenWork const& work) {
   for (std::size_t i = 0; i < work.choices.size(); ++i) {
     auto const none = static_cast<unsigned>(work.choices[i].size());
     cuda::require_recorded(api.GraphConditionalHandleCreate(&handles[i], graph.get(), none, cuda::kAssignDefault),
-            "cudaGraphConditionalHandleCreate");
+                           "cudaGraphConditionalHandleCreate");
   }
   cuda::GraphNode node = nullptr;
   auto const add = [&](std::function<void()> const& part) {
     OwnedGraph const child(captured(part));
     cuda::GraphNode const before = node;
-    cuda::require_recorded(api.GraphAddChildGraphNode(&node, graph.get(), &before, before == nullptr ? 0 : 1, child.get()),
-            "cudaGraphAddChildGraphNode");
+    std::size_t const count = before == nullptr ? 0 : 1;
+    cuda::require_recorded(api.GraphAddChildGraphNode(&node, graph.get(), &before, count, child.get()),
+                           "cudaGraphAddChildGraphNode");
   };
   work.first();  // each part is queued before it is recorded: an engine that ran another shape changes to this one
   add([&] {
@@ -81,7 +86,7 @@ cuda::GraphExec CudaDevice::recorded(ChosenWork const& work) {
         decide(work.decision, static_cast<std::int32_t>(i) + 2, handles[i + 1]);
       }, [&] {
         cuda::require_recorded(api.StreamBeginCaptureToGraph(stream_, body, nullptr, nullptr, 0, cuda::kCaptureInThread),
-                "cudaStreamBeginCaptureToGraph");
+                               "cudaStreamBeginCaptureToGraph");
       }, &body);
     }
   }

@@ -186,6 +186,7 @@ CudaDevice::Making::Making(CudaDevice& device, WorkKey const& key) : device_(dev
 
 CudaDevice::Making::~Making() {
   if (device_.making_ == nullptr) return;  // it is kept
+  if (device_.making_->graph != nullptr) cuda::functions().GraphExecDestroy(device_.making_->graph);
   device_.making_ = nullptr;
   device_.recorded_.pop_back();
 }

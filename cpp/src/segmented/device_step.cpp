@@ -1,9 +1,9 @@
 #include "segmented/device_step.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "names.h"
-#include "tide/state.h"
 
 namespace tide {
 namespace {
@@ -52,6 +52,7 @@ bool DeviceStep::queue(std::vector<StepSlot> const& slots, std::vector<std::vect
                        StepOptions const& options, std::vector<HeadRow>& rows) {
   if (!device_.records() || rows.size() > static_cast<std::size_t>(buffers_.info().max_logits)) return false;
   if (!plan(slots, lengths)) return false;
+  if (std::exchange(queued_, true)) device_.synchronize();  // a step that failed
   shape_.copies_scores = options.scores;
   head_ = buffers_.head().plan(rows);
   std::int64_t const kind = static_cast<std::int64_t>(segments_ + names::kAfterSegments) + shape_.decides * 2 + options.scores;
@@ -73,6 +74,7 @@ bool DeviceStep::queue(std::vector<StepSlot> const& slots, std::vector<std::vect
     fill({}, lengths, options, {});  // all slots are padding while it is recorded
     return work();
   });
+  queued_ = recorded;
   if (!recorded) return false;
   fill(slots, lengths, options, rows);
   device_.replay(key);
@@ -204,6 +206,7 @@ ChosenWork DeviceStep::work() const {
 
 void DeviceStep::finish(std::vector<HeadRow>& rows) {
   device_.synchronize();
+  queued_ = false;
   std::vector<bool> taken(shape_.slots);
   for (HeadRow& row : rows) {
     std::size_t const number = row.slot - shape_.start;

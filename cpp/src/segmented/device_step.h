@@ -83,6 +83,7 @@ class DeviceStep {
   Device& device_;
   std::size_t const segments_, pitch_;  // elements by segment: an aligned row for every slot
   Block inputs_, outcomes_;
+  bool queued_ = false;  // the queue may not have read `inputs_` yet
   Shape shape_{};
   Head::Plan head_{};
 };

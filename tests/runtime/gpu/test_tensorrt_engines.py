@@ -107,7 +107,8 @@ class Context:
         context, changes, networks = weakref.ref(self), self._changes, self._library.networks
 
         def work() -> None:
-            if captured and (context() is None or context()._changes != changes):  # type: ignore[union-attr]
+            now = context()
+            if captured and (now is None or now._changes != changes):
                 raise RuntimeError("a recorded execution context was changed or destroyed")
             ctypes.memset(address, 0xFF, size)
             networks.run(spec.name, addresses, *run, 0, False)
