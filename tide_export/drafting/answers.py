@@ -5,13 +5,12 @@ Runs on the bundle's own runtime, so that a drafter learns from the states that 
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from tide_export.drafting import schedule
 from tide_export.drafting.config import DraftConfig
-from tide_export.drafting.engine import AnswerEngine
 from tide_export.drafting.prompts import Prompts, Request
 from tide_export.drafting.store import AnswerStore
 from tide_export.errors import DraftError
@@ -20,9 +19,23 @@ from tide_export.runtime.config import GenerationConfig
 FIRST_BATCH = 32
 MIN_BATCH, MAX_BATCH = 8, 256
 BATCH_SECONDS = 30.0
-WRITTEN_OF = 4  # of so many prompts the model is asked to write all but one
-FIRST_ASKED, MIN_WRITTEN = 64, 0.2  # a model that wrote a smaller share of so many is asked no more
 MIN_NEW_TOKENS = 3  # of some answer of the first batch: shorter ones have nothing to draft
+
+
+class Answered(Protocol):
+    """What an engine returns for a prompt when asked for states."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def states(self) -> np.ndarray | None: ...
+
+
+class AnswerEngine(Protocol):
+    """The part of `runtime.engine.Engine` that answers a list of prompts."""
+
+    def generate(self, ids: Sequence[Sequence[int]], config: GenerationConfig) -> Sequence[Answered]: ...
 
 
 class Answerer:
@@ -30,7 +43,6 @@ class Answerer:
 
     def __init__(self, engine: AnswerEngine, prompts: Prompts, store: AnswerStore, config: DraftConfig) -> None:
         self._engine, self._prompts, self._store, self._config = engine, prompts, store, config
-        self._asked = self._written = 0  # prompts that the model was asked to write, and wrote
 
     def answer_batch(self, seconds: float) -> None:
         """Answers as many more prompts as take `BATCH_SECONDS`, or `seconds` where that is less.
@@ -41,7 +53,7 @@ class Answerer:
         """
         began = schedule.now()
         store, size = self._store, self._batch_size(seconds)
-        requests = self._requests([(store.own + index) * store.count + store.rank for index in range(size)])
+        requests = [self._prompts.request((store.own + index) * store.count + store.rank) for index in range(size)]
         config = GenerationConfig(
             mode="full",
             temperature=self._config.temperature,
@@ -69,21 +81,6 @@ class Answerer:
             )
         store.append(answered, schedule.now() - began)
         store.reload()
-
-    def _requests(self, numbers: Sequence[int]) -> list[Request]:
-        """Returns requests; the prompts of some that are trained on are written by the model."""
-        requests = [self._prompts.request(number) for number in numbers]
-        writer = self._prompts.writer
-        if writer is None or (self._asked >= FIRST_ASKED and self._written < MIN_WRITTEN * self._asked):
-            return requests
-        places = [place for place, one in enumerate(requests) if not one.held_out and one.number % WRITTEN_OF != 0]
-        written = writer.write(self._engine, [requests[place].seed for place in places])
-        for place, ids in zip(places, written, strict=True):
-            self._asked += 1
-            if ids is not None:
-                self._written += 1
-                requests[place] = replace(requests[place], ids=ids)
-        return requests
 
     def _batch_size(self, left: float) -> int:
         """Prompts that take about `BATCH_SECONDS`, or the seconds that are left."""

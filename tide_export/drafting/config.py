@@ -15,7 +15,7 @@ class DraftConfig(Settings):
         None,
         min_length=1,
         description="file of prompts that the model answers, such as logs: one a line, or .jsonl with a field prompt; "
-        "otherwise shipped ones, and ones that a chat model writes itself",
+        "otherwise shipped ones",
     )
     temperature: float = Field(
         0.8, ge=0.05, le=10.0, description="the answers are sampled at this, and acceptance is measured at it"

@@ -77,7 +77,6 @@ def draft(
         "model": target.weights_sha256,
         "weights": opened.manifest.weights,
         "prompts_sha256": prompts.sha256,
-        "written_prompts": prompts.writer is not None,
         "processes": processes.count,
     }
     if processes.main:

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from tide_export.calibration.self_generated import encode_prompt
 from tide_export.drafting.config import DraftConfig
 from tide_export.drafting.shipped_prompts import shipped_prompts
-from tide_export.drafting.written_prompts import PromptWriter
 from tide_export.errors import DatasetError, DraftError, GenerationError
 from tide_export.runtime.tokenizer import read_prompts
 
@@ -36,11 +35,7 @@ class Request:
 
 
 class Prompts:
-    """Prompts in random order. The answers to some are never trained on, however often they are answered.
-
-    Attributes:
-        writer: of prompts that take the place of some that are trained on; None: of none.
-    """
+    """Prompts in random order. The answers to some are never trained on, however often they are answered."""
 
     def __init__(
         self,
@@ -49,7 +44,6 @@ class Prompts:
         limit: int,
         seed: int,
         forms: Mapping[str, str] | None = None,
-        writer: PromptWriter | None = None,
     ) -> None:
         """Takes different texts, two or more.
 
@@ -59,7 +53,6 @@ class Prompts:
             forms: that texts were filled from: answers to others of a form say little of answers to new prompts, so all
                 of a form are held out, or none. None: each text is one of its own.
         """
-        self.writer = writer
         self._tokenizer, self._limit, self._seed = tokenizer, limit, seed
         shuffled = random.Random(seed).sample(texts, len(texts))
         form_of = forms or {text: text for text in shuffled}
@@ -147,7 +140,7 @@ def choose_prompts(
                 "text as it will be given makes better drafts"
             )
         forms = shipped_prompts(config.seed, MAX_PROMPTS, chat)
-        return Prompts(list(forms), tokenizer, limit, config.seed, forms, PromptWriter.of(tokenizer, limit))
+        return Prompts(list(forms), tokenizer, limit, config.seed, forms)
     prompts = Prompts(texts[:MAX_PROMPTS], tokenizer, limit, config.seed)
     usable = [text for text in texts[:MAX_PROMPTS] if prompts.encode(text)]
     if len(usable) < 2:
