@@ -1,0 +1,76 @@
+"""`tide-export pull`: downloads a bundle from a model repository of the Hugging Face hub, and checks every file."""
+
+import glob
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import writing_bundle
+from tide_export.errors import BundleError, HubError
+from tide_export.formatting import size
+from tide_export.hub.failures import hub_errors
+from tide_export.names import MANIFEST_FILE
+from tide_export.version import __version__
+
+logger = logging.getLogger("tide_export")
+
+
+def pull(
+    repo: str,
+    folder: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Downloads a bundle, compares every file with the manifest's sha256, and puts it in place in one step.
+
+    What was downloaded when it is interrupted stays in a hidden folder beside it, and the next call goes on from there.
+
+    Args:
+        repo: user/name.
+        folder: to write; None: the repository's name, in the current folder.
+        revision: a branch, tag or commit; None: main.
+        overwrite: replace a bundle that is there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        HubError: no such repository or revision, it holds no bundle, a damaged one, or the hub cannot be reached.
+        BundleError: the folder exists or cannot be written, no space is left, or another release made the bundle.
+    """
+    target = Path(repo.rpartition("/")[2] if folder is None else folder)
+    api = HfApi(library_name="tide_export", library_version=__version__)
+    with writing_bundle(target, overwrite) as temporary, hub_errors(repo, revision):
+        partial = temporary.with_suffix(".tide-pull")
+        commit = api.model_info(repo, revision=revision).sha
+        text = Path(api.hf_hub_download(repo, MANIFEST_FILE, revision=commit)).read_bytes()
+        files = Manifest.from_json(text, source=f"the {MANIFEST_FILE} of repository {repo!r}").files
+        _check_room(sum(info.size for info in files.values()), partial)
+        patterns = [glob.escape(name) for name in files]
+        api.snapshot_download(repo, revision=commit, local_dir=partial, allow_patterns=patterns)
+        for name in files:
+            if (partial / name).is_file():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name).rename(temporary / name)
+        shutil.rmtree(partial)
+        (temporary / MANIFEST_FILE).write_bytes(text)
+        try:
+            open_bundle(temporary)
+        except BundleError as error:
+            raise HubError(f"the bundle in repository {repo!r} is damaged: {error}") from None
+    return target
+
+
+def _check_room(total: int, partial: Path) -> None:
+    """Raises BundleError: the disk of `partial`, where a part may be already, has no room for `total` bytes."""
+    done = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+    free = shutil.disk_usage(partial.parent).free
+    missing = max(total - done, 0)
+    if missing > free:
+        raise BundleError(f"no space left on the disk of '{partial.parent}' for {size(missing)}: {size(free)} are free")
+    logger.info("downloading %s to %s", size(missing), partial.parent)
