@@ -148,7 +148,7 @@ def _provenance(
     samples: dict[str, Sample],
 ) -> dict[str, Any]:
     """Records model, text and settings; `calibrate` adds the split and the report."""
-    quantization = {} if source.quantized is None else {"quantization": source.quantized.record}
+    record = None if source.quantized is None else source.quantized.record
     packages = {package: version(package) for package in ("torch", "transformers", "datasets")}
     return {
         "model": source.name,
@@ -164,6 +164,6 @@ def _provenance(
         "label": config.label,
         "config": config.model_dump(mode="json"),
         "versions": {"tide_export": __version__} | packages,
-        **quantization,
+        **({} if record is None else {"quantization": record}),
         **({"remote_code": True} if source.remote_code else {}),
     }

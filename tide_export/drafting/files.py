@@ -10,14 +10,13 @@ import onnx_ir as ir
 
 from tide_export import names
 from tide_export.bundle.drafter_field import DrafterInfo, token_ranges
-from tide_export.bundle.manifest import Manifest, Quantization
+from tide_export.bundle.manifest import INT8_MATMULS, Manifest, Quantization
 from tide_export.compose.drafter import EMBEDDINGS, DrafterPieces, compose_drafter
 from tide_export.errors import DraftError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.drafter import drafter_for_tensorrt
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.quantize.rounding import round_to_nearest
-from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.trace.rewriting import FLOAT, HALF, present, replace_value
 
 MAX_TOKENS = 2048  # rows of a sequence, at most: a drafter begins anew after these
@@ -73,11 +72,11 @@ def embedding_of(graph: Path, dtype: ir.DataType) -> ir.Model:
         DraftError: they look up more than the ids.
     """
     model = ir.load(graph)
-    (ids,) = (value for value in model.graph.inputs if value.name == names.INPUT_IDS)
-    values, nodes = {ids}, list[ir.Node]()
+    shared = {value for value in model.graph.inputs if value.name == names.EMBEDDING}
+    values, nodes = {value for value in model.graph.inputs if value.name == names.INPUT_IDS}, list[ir.Node]()
     for node in model.graph:
-        read = [value for value in node.inputs if value is not None and value.const_value is None]
-        if not read or not set(read) <= values:
+        read = {value for value in node.inputs if value is not None and value.const_value is None} - shared
+        if not read or not read <= values:
             continue
         nodes.append(node)
         values |= set(node.outputs)
@@ -113,6 +112,9 @@ def put_before(model: ir.Model, embedding: ir.Model) -> None:
         graph.initializers.add(weight)
     replace_value(placeholder, output)
     graph.insert_before(present(next(iter(graph))), nodes)
-    embedding.graph.inputs.remove(ids)
+    shared = [value for value in embedding.graph.inputs if value.name == names.EMBEDDING]
+    for value in (ids, *shared):
+        embedding.graph.inputs.remove(value)
+    graph.inputs.extend(shared)
     ids.shape = ir.Shape(present(placeholder.shape)[:2])
     graph.inputs[list(graph.inputs).index(placeholder)] = ids

@@ -1,21 +1,14 @@
-"""Reads checkpoints that are already quantized: dequantizes their weights to float32.
+"""Reads checkpoints that are already quantized: dequantizes their weights to float32, or keeps their integers.
 
 Called by `source.load_model` before transformers reads any weight. For GPTQ and AWQ transformers needs packages with
-GPU
-kernels, although their format is simple: integers packed into int32 words, and a scale and a zero point per group of
-inputs. So this module dequantizes them while transformers loads the model, through its interface for quantizers.
-compressed-tensors, fp8 and mxfp4 use transformers' own dequantization. Checkpoints with more than quantized weights
-(activations, other methods) raise UnsupportedModelError.
-
-Formats: GPTQ, https://arxiv.org/abs/2210.17323, as AutoGPTQ and GPTQModel store it (`gptq` and `gptq_v2`); AWQ,
-https://arxiv.org/abs/2306.00978, as AutoAWQ stores it (`gemm`).
+GPU kernels, although their format is simple (`quantized_integers`). So this module reads them while transformers loads
+the model, through its interface for quantizers. compressed-tensors, fp8 and mxfp4 use transformers' own dequantization.
+Checkpoints with more than quantized weights (activations, other methods) raise UnsupportedModelError.
 """
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from importlib.util import find_spec
-from math import gcd
 from typing import Any
 
 import torch
@@ -27,93 +20,21 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tide_export.errors import ModelError, UnsupportedModelError
+from tide_export.model.quantized_integers import IntegerWeight, read_awq, read_gptq
+from tide_export.model.quantized_modules import keep, widened
 
-WORD = 32  # bits of the integers that hold packed ones
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each of a word's eight nibbles, lowest nibble first
 ADVICE = "export the model it was made from, or a version quantized by GPTQ, AWQ or compressed-tensors (weights alone)"
-
-
-@dataclass(frozen=True)
-class IntegerWeight:
-    """A quantized matrix [K, N] of values `scales[g, j] * (values[i, j] - zeros[g, j])`, where g = groups[i].
-
-    Attributes:
-        values: uint8 [K, N], inputs by outputs.
-        scales: floating point [G, N].
-        zeros: int16 [G, N].
-        groups: int64 [K], the group of each input.
-    """
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-    groups: torch.Tensor
-
-    def dequantize(self) -> torch.Tensor:
-        """Computes the matrix, float32 [K, N]."""
-        dense = self.values.float()
-        dense -= self.zeros.float()[self.groups]
-        dense *= self.scales.float()[self.groups]
-        return dense
-
-
-def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Unpacks the unsigned integers of `bits` bits (1 to 8) in int32 `words` along `dim`, lowest bits first, to uint8.
-
-    They are dense: where `bits` does not divide 32, a number may begin in one word and end in the next.
-    """
-    moved = words.movedim(dim, 0)
-    period, count = bits // gcd(bits, WORD), WORD // gcd(bits, WORD)  # `count` numbers fill `period` words
-    blocks = moved.reshape(-1, period, *moved.shape[1:])
-    mask = (1 << bits) - 1
-    numbers = torch.empty((blocks.shape[0], count, *moved.shape[1:]), dtype=torch.uint8)
-    for index in range(count):
-        word, shift = divmod(index * bits, WORD)
-        number = (blocks[:, word] >> shift) & (mask if shift + bits <= WORD else (1 << (WORD - shift)) - 1)
-        if shift + bits > WORD:
-            number = number | (blocks[:, word + 1] << (WORD - shift)) & mask
-        numbers[:, index] = number
-    return numbers.reshape(-1, *moved.shape[1:]).movedim(0, dim)
-
-
-def read_gptq(parts: dict[str, torch.Tensor], bits: int, group_size: int, first_version: bool) -> IntegerWeight:
-    """Reads a matrix in GPTQ's format.
-
-    Args:
-        parts: qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N] and g_idx int32 [K] (by
-            default, groups of consecutive inputs).
-        first_version: zeros are stored less one, modulo the number of values (`gptq`), or unchanged (`gptq_v2`).
-    """
-    values = unpack(parts["qweight"], bits, dim=0)
-    zeros = unpack(parts["qzeros"], bits, dim=1).to(torch.int16)
-    if first_version:
-        zeros = (zeros + 1) & ((1 << bits) - 1)
-    groups = parts["g_idx"].long() if "g_idx" in parts else _consecutive(len(values), group_size)
-    return IntegerWeight(values, parts["scales"], zeros, groups)
-
-
-def read_awq(parts: dict[str, torch.Tensor], bits: int, group_size: int) -> IntegerWeight:
-    """Reads a matrix in AWQ's `gemm` format: qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
-
-    def columns(words: torch.Tensor) -> torch.Tensor:
-        stored = unpack(words, bits, dim=1).reshape(len(words), -1, len(AWQ_ORDER))
-        return stored[:, :, torch.tensor(AWQ_ORDER).argsort()].reshape(len(words), -1)
-
-    values, zeros = columns(parts["qweight"]), columns(parts["qzeros"]).to(torch.int16)
-    return IntegerWeight(values, parts["scales"], zeros, _consecutive(len(values), group_size))
-
-
-def _consecutive(inputs: int, group_size: int) -> torch.Tensor:
-    """Returns the group of each input; a size of -1 is one group for all."""
-    return torch.arange(inputs) // (group_size if group_size > 0 else inputs)
-
 
 # Errors in the weights of the model being loaded: transformers only logs the traceback of an exception.
 _problems: ContextVar[list[str]] = ContextVar("_problems")
 
 
-def prepare_quantized(config: PretrainedConfig, name: str) -> str | None:
+def prepare_quantized(config: PretrainedConfig, name: str, packed: bool = False) -> str | None:
     """Changes the `config` of a quantized model so that transformers loads it as float weights.
+
+    Args:
+        packed: keep the matrices of GPTQ and AWQ packed, where a bundle can hold them so: for
+            `quantized_modules.widen_when_run`.
 
     Returns:
         A description of the quantization; None where there is none.
@@ -136,6 +57,8 @@ def prepare_quantized(config: PretrainedConfig, name: str) -> str | None:
         raise UnsupportedModelError(f"{name} is quantized with {method} and {problem}: {ADVICE}")
     if method == "compressed-tensors":
         _require_compressed_tensors(name)
+    if settings["quant_method"] == "tide_export":
+        settings["packed"] = packed
     owner.quantization_config = settings
     return description
 
@@ -213,14 +136,14 @@ def _require_compressed_tensors(name: str) -> None:
 class _PackedConfig(QuantizationConfigMixin):
     """The settings of a GPTQ or AWQ checkpoint, for `_PackedQuantizer`."""
 
-    def __init__(self, bits: int, layout: str, group_size: int = 128, **_other: Any):
+    def __init__(self, bits: int, layout: str, group_size: int = 128, packed: bool = False, **_other: Any):
         self.quant_method: Any = "tide_export"
         self.bits, self.layout, self.group_size = int(bits), layout, int(group_size)
-        self.dequantize = True
+        self.dequantize, self.packed = True, packed
 
     def read(self, parts: dict[str, torch.Tensor]) -> IntegerWeight:
         if self.layout == "awq gemm":
-            return read_awq(parts, self.bits, self.group_size)
+            return read_awq(parts, self.group_size)
         return read_gptq(parts, self.bits, self.group_size, first_version=self.layout == "gptq")
 
 
@@ -244,8 +167,9 @@ class _PackedQuantizer(HfQuantizer):
 class _Dequantize(ConversionOps):
     """Converts packed tensors to weights of the parameter's type; passes weights that are not packed.
 
-    For one module the keys are the `serialized_names`, each with a list of one tensor. For experts in one parameter
-    they are patterns that end in these names, each with a list of one tensor per expert.
+    A weight that is kept as it is becomes one without memory. For one module the keys are the `serialized_names`, each
+    with a list of one tensor. For experts in one parameter they are patterns that end in these names, each with a list
+    of one tensor per expert.
     """
 
     def __init__(self, hf_quantizer: _PackedQuantizer):
@@ -265,32 +189,35 @@ class _Dequantize(ConversionOps):
         converted = {}
         for prefix, parts in modules.items():
             expected, inputs_first = None if prefix else tuple(parameter.shape), isinstance(owner, Conv1D)
-            converted[f"{prefix}.weight" if prefix else full_layer_name] = [
-                self._weight(full_layer_name, dict(zip(parts, tensors, strict=True)), inputs_first, expected).to(
-                    parameter.dtype
-                )
+            weights = [
+                self._weight(full_layer_name, dict(zip(parts, tensors, strict=True)), inputs_first, expected)
                 for tensors in zip(*parts.values(), strict=True)
+            ]
+            if self.settings.packed and expected is not None and keep(owner, weights[0]):
+                converted[full_layer_name] = [torch.empty_like(parameter, device="meta")]
+                continue
+            converted[f"{prefix}.weight" if prefix else full_layer_name] = [
+                widened(weight, inputs_first).to(parameter.dtype).contiguous() for weight in weights
             ]
         return converted
 
     def _weight(
         self, name: str, parts: dict[str, torch.Tensor], inputs_first: bool, expected: tuple[int, ...] | None
-    ) -> torch.Tensor:
+    ) -> IntegerWeight | torch.Tensor:
         if "qweight" not in parts:
             return parts["weight"]
         missing = [part for part in ("qzeros", "scales") if part not in parts]
         if missing:
             raise self._problem(f"weight {name} has a qweight but no {missing[0]}")
         integers = self.settings.read(parts)
-        (inputs, outputs), shapes = integers.values.shape, (integers.scales.shape, integers.zeros.shape)
+        (inputs, outputs), shapes = integers.shape, (integers.scales.shape, integers.zeros.shape)
         shape = (inputs, outputs) if inputs_first else (outputs, inputs)
-        if expected not in (None, shape) or len(integers.groups) != inputs or any(s[1] != outputs for s in shapes):
+        if expected not in (None, shape) or any(s[1] != outputs for s in shapes):
             raise self._problem(f"weight {name} is packed as {shape} with {self.settings.bits} bits, but is {expected}")
         groups = int(integers.groups.max()) + 1
         if int(integers.groups.min()) < 0 or any(s[0] < groups for s in shapes):
             raise self._problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
-        dense = integers.dequantize()
-        return dense if inputs_first else dense.T.contiguous()
+        return integers
 
     def _problem(self, sentence: str) -> ModelError:
         _problems.get().append(sentence)

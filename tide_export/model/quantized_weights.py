@@ -8,11 +8,11 @@ microsoft/onnxruntime. Needs NumPy alone.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from tide_export.bundle.manifest import Quantization
+from tide_export.bundle.manifest import CHECKPOINT, Quantization
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,20 +38,22 @@ class Blocks:
         cls, integers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, settings: Quantization
     ) -> "Blocks":
         """Packs integers [N, K] with scales and zero points [N, n] (ignored where `settings` is symmetric)."""
-        rows, columns = integers.shape
-        padded = np.full((rows, scales.shape[1] * settings.block_size), 2 ** (settings.bits - 1), np.uint8)
-        padded[:, :columns] = integers
         return cls(
-            _pack(padded, settings.bits).reshape(rows, scales.shape[1], -1),
+            packed_rows(integers, settings.block_size, settings.bits),
             np.ascontiguousarray(scales, np.float32),
-            None if settings.symmetric else _pack(zeros.astype(np.uint8), settings.bits),
-            columns,
+            None if settings.symmetric else pack(zeros.astype(np.uint8), settings.bits),
+            integers.shape[1],
             settings.bits,
         )
 
     @property
     def rows(self) -> int:
         return len(self.packed)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether it has no zero points."""
+        return self.zeros is None
 
     @property
     def block_size(self) -> int:
@@ -77,7 +79,7 @@ class Blocks:
         return np.ascontiguousarray(integers.reshape(self.rows, -1)[:, : self.columns])
 
     def split(self, rows: Sequence[int]) -> "list[Blocks]":
-        """Cuts the matrix into parts with these numbers of rows; undoes `concatenate`."""
+        """Cuts the matrix into parts with these numbers of rows."""
         return [
             Blocks(
                 self.packed[start:stop],
@@ -117,6 +119,28 @@ class Fp8Matrix:
         return self.numbers.astype(np.float32) * np.float32(self.scale)
 
 
+class IntegerMatrix(Protocol):
+    """A quantized matrix with what `Blocks` has: that itself, or one that its checkpoint holds."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def symmetric(self) -> bool: ...
+    @property
+    def packed(self) -> np.ndarray: ...
+    @property
+    def scales(self) -> np.ndarray: ...
+    @property
+    def zeros(self) -> np.ndarray | None: ...
+    def values(self) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights:
     """The quantized matrices of a model, which computes with their dequantized values.
@@ -127,26 +151,14 @@ class QuantizedWeights:
     """
 
     settings: Quantization | None
-    blocks: Mapping[str, Blocks | Fp8Matrix]
+    blocks: Mapping[str, IntegerMatrix | Fp8Matrix]
 
     @property
-    def record(self) -> dict[str, Any]:
-        """How they were quantized, for a router file."""
-        return {"method": "fp8"} if self.settings is None else asdict(self.settings)
-
-
-def concatenate(parts: Sequence[Blocks]) -> Blocks:
-    """Concatenates the rows of matrices with equal columns and settings."""
-    if len(parts) == 1:
-        return parts[0]
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    return Blocks(
-        np.concatenate([part.packed for part in parts]),
-        np.concatenate([part.scales for part in parts]),
-        np.concatenate(zeros) if zeros else None,
-        parts[0].columns,
-        parts[0].bits,
-    )
+    def record(self) -> dict[str, Any] | None:
+        """How they were quantized, for a router file; None: by the model's makers, so that they are as loaded."""
+        if self.settings is None:
+            return {"method": "fp8"}
+        return None if self.settings.method == CHECKPOINT else asdict(self.settings)
 
 
 def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -156,8 +168,17 @@ def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
-def _pack(integers: np.ndarray, bits: int) -> np.ndarray:
-    """Undoes `_unpack`; pads an odd number of integers with a 0."""
+def packed_rows(integers: np.ndarray, block_size: int, bits: int) -> np.ndarray:
+    """Packs integers [N, K] as `Blocks.packed`; what pads the last block is zero where there are no zero points."""
+    rows, columns = integers.shape
+    blocks = -(-columns // block_size)
+    padded = np.full((rows, blocks * block_size), 2 ** (bits - 1), np.uint8)
+    padded[:, :columns] = integers
+    return pack(padded, bits).reshape(rows, blocks, -1)
+
+
+def pack(integers: np.ndarray, bits: int) -> np.ndarray:
+    """Packs uint8 integers [N, K], two of 4 bits in a byte; pads an odd number of integers with a 0."""
     if bits == 8:
         return np.ascontiguousarray(integers)
     if integers.shape[-1] % 2:

@@ -7,7 +7,7 @@ file or the Hugging Face hub. No architecture is known by name: `model.structure
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from tide_export.model.pretrained import (
     uses_remote_code,
 )
 from tide_export.model.quantized_checkpoints import loading_problem, prepare_quantized
+from tide_export.model.quantized_modules import widen_when_run
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.structure import ModelStructure, input_device, offload_hooks
 from tide_export.progress import quiet_transformers
@@ -66,8 +67,8 @@ class SourceModel:
         structure: its layers, final modules and head.
         normalized_size: width D' of normalized states, which routers and head read; differs from D only where a
             projection follows the norm.
-        quantized: the integers whose values the weights now have; None where they are as loaded.
-        exact_in: of "bf16" and "fp16" those that have every number of its matrices, as loaded.
+        quantized: the integers whose values the weights now have; None where they are as loaded, and not packed.
+        exact_in: of "bf16" and "fp16" those that have every number of its matrices, as loaded, but for packed ones.
         remote_code: whether Python code of the model's own was run to load it or its tokenizer.
     """
 
@@ -197,6 +198,7 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     offload_folder: str | os.PathLike | None = None,
     trust_remote_code: bool = False,
+    packed: bool = False,
 ) -> SourceModel:
     """Loads a causal LM in float32 with `reference_attention` and checks that it is usable.
 
@@ -212,6 +214,8 @@ def load_model(
             safetensors they can).
         trust_remote_code: run Python code of the model's own (`auto_map` in its config.json), which can do anything
             that the user can.
+        packed: leave the integers of GPTQ and AWQ as they are stored, and widen each matrix while it is used; on the
+            CPU, without a device map. The result's `quantized` has them.
 
     Raises:
         ConfigError: both `device` and `device_map`.
@@ -224,9 +228,7 @@ def load_model(
     name = os.fspath(name)
     config = read_config(name, trust_remote_code)
     kind = auto_class(config, name, trust_remote_code)
-    quantized = "GGUF" if is_gguf(name) else prepare_quantized(config, name)
-    if quantized is not None:
-        logger.info("%s is quantized (%s): its weights are read as the float32 numbers they stand for", name, quantized)
+    quantized = "GGUF" if is_gguf(name) else prepare_quantized(config, name, packed)
     placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": offload_folder}
     if is_gguf(name):
         placed["quantization_config"] = GgufConfig(dequantize=True)
@@ -261,7 +263,11 @@ def load_model(
             f"model {name!r} is quantized, as {scale} says, and its config.json does not say how: its weights would be "
             "read without their scales; export the model it was made from"
         )
-    return wrap_model(model if device_map is not None else model.to(device), name, remote_code)
+    kept = widen_when_run(model)
+    if quantized is not None:
+        how = "weights are read as the float32 numbers they stand for" if kept is None else "integers are kept"
+        logger.info("%s is quantized (%s): its %s", name, quantized, how)
+    return wrap_model(model if packed or device_map is not None else model.to(device), name, remote_code, kept)
 
 
 def auto_class(config: PretrainedConfig, name: str = "", trust_remote_code: bool = False) -> Any:
@@ -279,7 +285,9 @@ def auto_class(config: PretrainedConfig, name: str = "", trust_remote_code: bool
     raise UnsupportedModelError(f"transformers has no causal language model of type {config.model_type!r}")
 
 
-def wrap_model(model: PreTrainedModel, name: str, remote_code: bool = False) -> SourceModel:
+def wrap_model(
+    model: PreTrainedModel, name: str, remote_code: bool = False, quantized: QuantizedWeights | None = None
+) -> SourceModel:
     """Makes a `SourceModel` of a model in memory, which is set to evaluation mode without gradients.
 
     Raises:
@@ -287,19 +295,20 @@ def wrap_model(model: PreTrainedModel, name: str, remote_code: bool = False) -> 
         UnsupportedModelError: its structure cannot be found.
     """
     model.eval().requires_grad_(False)
-    digest, exact = _read_weights(model, name)
+    digest, exact = _read_weights(model, name, () if quantized is None else quantized.blocks)
     structure = ModelStructure.find(model)
     with torch.no_grad():
         width = model.config.get_text_config().hidden_size * (structure.streams or 1)
         normalized_size = structure.normalize(torch.zeros(1, 1, width, device=input_device(model))).shape[-1]
-    return SourceModel(model, name, digest, structure, normalized_size, remote_code=remote_code, exact_in=exact)
+    return SourceModel(model, name, digest, structure, normalized_size, quantized, remote_code, exact)
 
 
-def _read_weights(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]]:
+def _read_weights(model: nn.Module, name: str, packed: Collection[str]) -> tuple[str, tuple[str, ...]]:
     """Reads every tensor once; raises ModelError for NaN or infinity.
 
     Returns:
-        The hash of their names, shapes and float32 bytes, in name order; the types that all matrices are exact in.
+        The hash of their names, shapes and float32 bytes, in name order; the types that all matrices are exact in, but
+        for those `packed`.
     """
     digest, exact = hashlib.sha256(), HALF
     for key, tensor in sorted(model.state_dict().items()):
@@ -310,9 +319,10 @@ def _read_weights(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]]:
             if part.is_floating_point() and not bool(torch.isfinite(part).all()):
                 raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
             data = part.float() if part.is_floating_point() else part
-            if part.is_floating_point() and tensor.dim() > 1:
+            if part.is_floating_point() and tensor.dim() > 1 and key not in packed:
                 exact = {key: half for key, half in exact.items() if torch.equal(data.to(half).float(), data)}
             digest.update(memoryview(data.cpu().numpy()).cast("B") if data.numel() else b"")
+        del tensor, part, data  # or one read for this alone would be held beside the next
     return digest.hexdigest(), tuple(exact)
 
 

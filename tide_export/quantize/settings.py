@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from tide_export.bundle.manifest import BLOCK_SIZES, QUANTIZATION_METHODS, Quantization
+from tide_export.bundle.manifest import BLOCK_SIZES, INT8_MATMULS, Quantization
 from tide_export.errors import ConfigError
 
 BITS = {"int8": 8, "int4": 4}
 QUANTIZED = tuple(BITS)
 CALIBRATED = ("gptq",)  # methods that read text
-INT8_MATMULS = 4  # MatMulNBits's accuracy_level that rounds the inputs to 8 bits, block by block, too
+METHODS = ("rtn", *CALIBRATED)
 DEFAULTS: dict[str, Any] = {"quantization": "rtn", "accuracy_level": INT8_MATMULS, "symmetric": True}
 DEFAULT_BLOCK_SIZES = {"int8": 64, "int4": 32}
 
@@ -23,7 +23,8 @@ def quantization_settings(
     """Returns the settings for `weights`, with defaults for options that are None; None for weights not quantized.
 
     Args:
-        weights: as for `export`; "int8" and "int4" are quantized.
+        weights: as for `export`; "int8" and "int4" are quantized. With "auto" an accuracy level may be given too, for
+            integers that the checkpoint has.
         method: "rtn", round to nearest; "gptq", compensate each rounding error in the weights not yet rounded, on text.
         block_size: weights that share one scale; a power of two in 16..256.
         accuracy_level: precision of matmuls, as in com.microsoft.MatMulNBits: 0 the engine's choice, 1 float32,
@@ -39,19 +40,19 @@ def quantization_settings(
         "accuracy_level": accuracy_level,
         "symmetric": symmetric,
     }
+    if accuracy_level is not None and accuracy_level not in range(5):
+        raise ConfigError(f"accuracy level {accuracy_level} is none of 0, 1, 2, 3, 4")
     if weights not in BITS:
         for name, value in options.items():
-            if value is not None:
+            if value is not None and (weights, name) != ("auto", "accuracy_level"):
                 raise ConfigError(f"--{name.replace('_', '-')} is for weights int8 and int4, not for {weights}")
         return None
     given = {name: value for name, value in options.items() if value is not None}
     chosen = DEFAULTS | {"block_size": DEFAULT_BLOCK_SIZES[weights]} | given
-    if chosen["quantization"] not in QUANTIZATION_METHODS:
-        raise ConfigError(f"quantization {chosen['quantization']!r} is none of {', '.join(QUANTIZATION_METHODS)}")
+    if chosen["quantization"] not in METHODS:
+        raise ConfigError(f"quantization {chosen['quantization']!r} is none of {', '.join(METHODS)}")
     if chosen["block_size"] not in BLOCK_SIZES:
         raise ConfigError(f"block size {chosen['block_size']} is none of {', '.join(map(str, BLOCK_SIZES))}")
-    if chosen["accuracy_level"] not in range(5):
-        raise ConfigError(f"accuracy level {chosen['accuracy_level']} is none of 0, 1, 2, 3, 4")
     return Quantization(
         method=chosen["quantization"],
         bits=BITS[weights],

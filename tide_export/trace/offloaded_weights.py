@@ -99,8 +99,11 @@ def read_when_written(traced: ir.Model, source: SourceModel, placeholders: Place
     if not placeholders.tensors:
         return
 
-    @lru_cache(maxsize=1)  # the matrices of one layer's experts are slices of one tensor, one after the other
     def read(key: str) -> torch.Tensor:
+        return read_experts(key) if placeholders.tensors[key].dim() > 2 else source.weight(key).contiguous()
+
+    @lru_cache(maxsize=1)  # the matrices of one layer's experts are slices of one tensor, one after the other
+    def read_experts(key: str) -> torch.Tensor:
         return source.weight(key).contiguous()
 
     def lazy(name: str, key: str, array: np.ndarray, start: int) -> ir.LazyTensor:

@@ -2,10 +2,11 @@
 
 `tide::TideQuantizedMatMul` (states [..., K], optional bias [N] -> [..., N]) and `tide::TideQuantizedGather` (token ids
 [B, S] -> [B, S, K]) name their matrix in the attribute `weights`; `lower` adds its integers. So the graph never holds a
-float32 copy of a quantized matrix, and no rewrite has to find it again.
+float32 copy of a quantized matrix, and no rewrite has to find it again. A matrix whose checkpoint has its columns in
+another order gets states in that order, once where modules one after the other read the same in the same order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tide_export.model.quantized_integers import CheckpointMatrix
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names import OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL
 from tide_export.quantize.matrices import is_linear, parameter_names
@@ -31,6 +33,14 @@ def symbolic_quantized(model: PreTrainedModel, quantized: QuantizedWeights | Non
         for module in model.modules()
         if (is_linear(module) or isinstance(module, nn.Embedding)) and names[id(module.weight)] in quantized.blocks
     }
+    orders = _orders(weights, quantized)
+    last: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        if not last or last[0][0] is not x or last[0][1] is not order:
+            last[:] = [(x, order, x.index_select(-1, order))]
+        return last[0][2]
+
     originals: dict[type[nn.Module], Callable] = {kind: kind.forward for kind in (nn.Linear, Conv1D, nn.Embedding)}
 
     def forward_of(kind: type[nn.Module]) -> Callable:
@@ -40,6 +50,8 @@ def symbolic_quantized(model: PreTrainedModel, quantized: QuantizedWeights | Non
             blocks, attributes = quantized.blocks[weights[self]], {"weights": [weights[self]]}
             if kind is nn.Embedding:
                 return symbolic(OP_QUANTIZED_GATHER, [x], attributes, (*x.shape, blocks.columns), torch.float32)
+            if self in orders:
+                x = in_order(x, orders[self])
             inputs = [x] if self.bias is None else [x, self.bias]
             return symbolic(OP_QUANTIZED_MATMUL, inputs, attributes, (*x.shape[:-1], blocks.rows))  # type: ignore[arg-type]
 
@@ -52,3 +64,13 @@ def symbolic_quantized(model: PreTrainedModel, quantized: QuantizedWeights | Non
     finally:
         for kind, original in originals.items():
             kind.forward = original
+
+
+def _orders(weights: Mapping[nn.Module, str], quantized: QuantizedWeights) -> dict[nn.Module, torch.Tensor]:
+    """The order of the columns of each module that has one, int64 [K]; equal ones are one tensor."""
+    orders, tensors = {}, dict[bytes, torch.Tensor]()
+    for module, name in weights.items():
+        matrix = quantized.blocks[name]
+        if isinstance(matrix, CheckpointMatrix) and matrix.order is not None:
+            orders[module] = tensors.setdefault(matrix.order.tobytes(), torch.from_numpy(matrix.order))
+    return orders

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from tide_export.bundle.engine_fields import FP8
-from tide_export.bundle.manifest import INT8_KV
+from tide_export.bundle.manifest import CHECKPOINT, INT8_KV, INT8_MATMULS
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.heads.pieces import FC
@@ -24,7 +24,6 @@ from tide_export.names import GRAPH_FILE, OP_GATED_MATMUL, OP_INTEGER_MATMUL, WE
 from tide_export.quantize.fp8 import round_to_fp8
 from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
-from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.runtime.engine import Engine, open_engine
 from tide_export.trace.rewriting import HALF
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
@@ -47,12 +46,13 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
     networks = bundle.manifest.networks
     if networks is not None and networks.matrices == FP8:
         return round_to_fp8(source, HALF[networks.weights].numpy())
-    if bundle.manifest.quantization is None:
+    settings = bundle.manifest.quantization
+    if settings is None or settings.method == CHECKPOINT:
         return None
     rows = {matrix.name: matrix for matrix in find_matrices(source).all()}
     squared_error = squared = 0.0
     done: set[str] = set()
-    for names, whole in _stored(bundle):
+    for names, whole in stored_matrices(bundle):
         if names == [FC]:  # of a draft head, not of the model
             continue
         if any(name not in rows for name in names):
@@ -136,7 +136,7 @@ def _graph(bundle: Bundle) -> ir.Model:
     return model
 
 
-def _stored(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
+def stored_matrices(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
     """The quantized matrices of the graph, each with the names of the parameters its rows come from."""
     with bundle.file(WEIGHTS_FILE).mapped() as weights:
         for node in _graph(bundle).graph.all_nodes():

@@ -25,6 +25,7 @@ from tide_export.trace.rewriting import (
 )
 from tide_export.trace.tracer import OPSET
 
+ROWS = 4096  # of a matrix that are compared at a time
 MIN_SIZE = 16  # rows and columns, as of matrices that are quantized
 
 
@@ -69,10 +70,10 @@ class HalfWeightsPass(ir.passes.InPlacePass):
         if min(static_dim(weight, 0), static_dim(weight, 1)) < MIN_SIZE:
             return False
         if weight not in self._exact:
-            values = present(weight.const_value).numpy()
-            with np.errstate(over="ignore"):
-                narrowed = values.astype(self.dtype.numpy())
-            self._exact[weight] = np.array_equal(narrowed.astype(np.float32), values)
+            values, half = present(weight.const_value).numpy(), self.dtype.numpy()
+            with np.errstate(over="ignore"):  # some rows at a time: the weight may be read for this alone
+                parts = (values[first : first + ROWS] for first in range(0, len(values), ROWS))
+                self._exact[weight] = all(np.array_equal(part.astype(half).astype(np.float32), part) for part in parts)
         return self._exact[weight]
 
     def _product(self, node: ir.Node, weights: ir.Value) -> ir.Value:

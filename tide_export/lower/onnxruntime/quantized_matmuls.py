@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.bundle.manifest import Quantization
-from tide_export.model.quantized_weights import Blocks, Fp8Matrix, concatenate
+from tide_export.bundle.manifest import INT8_MATMULS, Quantization
+from tide_export.model.quantized_weights import Blocks, Fp8Matrix, IntegerMatrix
 from tide_export.names import DOMAIN, OP_INTEGER_MATMUL, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL, WEIGHTS_METADATA
-from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.trace.rewriting import (
     FLOAT,
     constant,
@@ -34,7 +33,7 @@ from tide_export.trace.rewriting import (
 
 
 class QuantizedMatMulsPass(ir.passes.InPlacePass):
-    def __init__(self, blocks: Mapping[str, Blocks | Fp8Matrix], settings: Quantization | None):
+    def __init__(self, blocks: Mapping[str, IntegerMatrix | Fp8Matrix], settings: Quantization | None):
         """`blocks`: the matrices by the names the nodes use; `settings`: None for matrices in FP8, or if none is."""
         super().__init__()
         self.blocks = blocks
@@ -62,22 +61,22 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
     def _matmul(self, graph: ir.Graph, node: ir.Node) -> None:
         names = node.attributes["weights"].as_strings()
         parts = [self.blocks[name] for name in names]
-        blocks = [part for part in parts if isinstance(part, Blocks)]
+        blocks = [part for part in parts if not isinstance(part, Fp8Matrix)]
         if not blocks:
             _float_matmul(graph, node, names, parts)
             return
-        matrix = concatenate(blocks)
+        first = blocks[0]
         attributes = {
-            "K": matrix.columns,
-            "N": matrix.rows,
-            "bits": matrix.bits,
-            "block_size": matrix.block_size,
+            "K": first.columns,
+            "N": sum(matrix.rows for matrix in blocks),
+            "bits": first.bits,
+            "block_size": first.block_size,
             "accuracy_level": present(self.settings).accuracy_level,
         }
         x, *bias = node.inputs
-        inputs, output = [x, *_stored(graph, names, matrix)], node.outputs[0]
-        if matrix.zeros is None and attributes["accuracy_level"] == INT8_MATMULS:
-            result = _quantized_op(node, OP_INTEGER_MATMUL[matrix.bits], inputs, attributes, DOMAIN)
+        inputs, output = [x, *_stored(graph, names, blocks)], node.outputs[0]
+        if first.symmetric and attributes["accuracy_level"] == INT8_MATMULS:
+            result = _quantized_op(node, OP_INTEGER_MATMUL[first.bits], inputs, attributes, DOMAIN)
             if bias:
                 result = op_before(node, "Add", [result, bias[0]], dtype=output.dtype, shape=output.shape)
         else:
@@ -90,7 +89,7 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
         (name,) = names = node.attributes["weights"].as_strings()
         matrix, output = self.blocks[name], node.outputs[0]
         assert isinstance(matrix, Blocks)
-        _, *rest = _stored(graph, names, matrix)
+        _, *rest = _stored(graph, names, [matrix])
         rows = constant(graph, f"{name}.rows", matrix.packed.reshape(matrix.rows, -1))
         attributes = {"bits": matrix.bits, "block_size": matrix.block_size, "gather_axis": 0, "quantize_axis": 1}
         gathered = _quantized_op(node, "GatherBlockQuantized", [rows, node.inputs[0], *rest], attributes)
@@ -112,7 +111,9 @@ def integer_matmul_function(name: str) -> ir.Function:
     return ir.Function(DOMAIN, name, graph=body, attributes=taken)
 
 
-def _float_matmul(graph: ir.Graph, node: ir.Node, names: Sequence[str], matrices: Sequence[Blocks | Fp8Matrix]) -> None:
+def _float_matmul(
+    graph: ir.Graph, node: ir.Node, names: Sequence[str], matrices: Sequence[IntegerMatrix | Fp8Matrix]
+) -> None:
     """Replaces `node` by a MatMul in float32 with the numbers that its matrices represent."""
     x, *bias = node.inputs
     rows, columns, output = sum(matrix.rows for matrix in matrices), matrices[0].columns, node.outputs[0]
@@ -152,8 +153,29 @@ def _quantized_op(
     return value
 
 
-def _stored(graph: ir.Graph, names: Sequence[str], matrix: Blocks) -> list[ir.Value]:
-    """The initializers of a matrix: blocks, scales and, if it has some, zero points."""
-    arrays = {"blocks": matrix.packed, "scales": matrix.scales, "zeros": matrix.zeros}
-    prefix = "+".join(names)
-    return [constant(graph, f"{prefix}.{kind}", array) for kind, array in arrays.items() if array is not None]
+def _stored(graph: ir.Graph, names: Sequence[str], matrices: Sequence[IntegerMatrix]) -> list[ir.Value]:
+    """The initializers of the rows of `matrices`: blocks, scales and, if they have some, zero points.
+
+    They are made when the model is written, but for a matrix that is held as it is written.
+    """
+    first, rows = matrices[0], sum(matrix.rows for matrix in matrices)
+    count, prefix = -(-first.columns // first.block_size), "+".join(names)
+    zeros: list[int] = [] if first.symmetric else [rows, -(-count * first.bits // 8)]
+    tensors = {
+        "blocks": ("packed", ir.DataType.UINT8, [rows, count, first.block_size * first.bits // 8]),
+        "scales": ("scales", FLOAT, [rows, count]),
+        "zeros": ("zeros", ir.DataType.UINT8, zeros),
+    }
+    values = []
+    for kind, (attribute, dtype, shape) in tensors.items():
+        if not shape:
+            continue
+        if isinstance(first, Blocks) and len(matrices) == 1:
+            values.append(constant(graph, f"{prefix}.{kind}", getattr(first, attribute)))
+            continue
+
+        def joined(attribute: str = attribute) -> np.ndarray:
+            return np.concatenate([getattr(matrix, attribute) for matrix in matrices])
+
+        values.append(derived_weight(graph, f"{prefix}.{kind}", shape, dtype, joined))
+    return values

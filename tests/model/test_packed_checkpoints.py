@@ -1,0 +1,201 @@
+"""GPTQ and AWQ checkpoints that stay packed: the bundle holds their own integers and scales, bit for bit, and computes
+what the model with the values of these computes."""
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import packed_checkpoints
+import pytest
+import torch
+from packed_checkpoints import AWQ, GPT2, GPTQ, IDS, LLAMA, MIXTRAL, V2, Quantizer, awq, float_twin, gptq, write
+from tiny_engines import engine_of
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tide_export.bundle.manifest import Quantization
+from tide_export.bundle.opened import open_bundle
+from tide_export.calibration.parallel import in_parallel
+from tide_export.config import TideConfig
+from tide_export.errors import ConfigError
+from tide_export.lower.onnxruntime.layers import inline_layers
+from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of
+from tide_export.model.quantized_modules import LARGE
+from tide_export.model.source import load_model
+from tide_export.names import OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTEGER_MATMUL
+from tide_export.pipeline.flow import export
+from tide_export.pipeline.request import ExportRequest
+from tide_export.routers.random_routers import random_routers
+from tide_export.runtime.engine import load
+from tide_export.verify.parity import TOLERANCES, check_full
+from tide_export.verify.quantized import float32_engine, restore, stored_matrices
+
+PROMPTS = [IDS[0].tolist(), [7], [(i * 37) % 90 + 3 for i in range(30)]]
+TIED = LlamaConfig(**LLAMA.to_diff_dict() | {"tie_word_embeddings": True, "attention_bias": True})
+INTEGERS = {bits: {plain, OP_GATED_MATMUL[plain]} for bits, plain in OP_INTEGER_MATMUL.items()}
+WITH_ZEROS = {"MatMulNBits"}
+FUSED = [1, 1, 1, 1, 1, 2, 2, 3, 3]  # head; o and down of each layer; gate and up; q, k and v
+APART = [1, 1, 1, 1, 1, 1, 1, 1, 1, 3, 3]  # gate and up apart, which have no such operator with zero points
+
+# Model, settings, quantizer; whether there are no zero points, the operators that multiply, and the number of matrices
+# in each of their nodes.
+CASES: dict[str, tuple[Any, dict[str, Any], Quantizer, bool, set[str], list[int]]] = {
+    "gptq": (LLAMA, GPTQ, gptq(symmetric=True), True, INTEGERS[4], FUSED),
+    "gptq, zero points": (LLAMA, GPTQ, gptq(), False, WITH_ZEROS, APART),
+    "gptq, second version, order of activations": (
+        *(LLAMA, GPTQ | V2 | {"desc_act": True}, gptq(second_version=True, act_order=True, symmetric=True)),
+        *(True, INTEGERS[4], FUSED),
+    ),
+    "gptq, whole columns, tied embeddings, biases": (
+        *(TIED, GPTQ | {"group_size": -1}, gptq(symmetric=True, group=-1), True, INTEGERS[4], FUSED[1:]),
+    ),
+    "gptq, 8 bits, one projection, inputs first": (
+        *(GPT2, GPTQ | {"bits": 8}, gptq(8, symmetric=True), True, {OP_INTEGER_MATMUL[8]}, [1] * 8),
+    ),
+    "awq": (LLAMA, AWQ, awq, False, WITH_ZEROS, APART),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path) -> None:
+    config, settings, quantize, symmetric, operators, in_a_node = CASES[case]
+    tensors, _ = write(tmp_path / "model", config, settings, quantize, inputs_first=config is GPT2)
+    twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
+    source, plain = load_model(tmp_path / "model", packed=True), load_model(tmp_path / "model")
+    assert source.quantized is not None
+    assert source.quantized.settings == Quantization("checkpoint", settings["bits"], 32, symmetric, 4)
+    weights = {name: twin.get_parameter(name).detach() for name in source.quantized.blocks}
+    assert all(source.model.get_parameter(name).is_meta for name in weights), "a packed weight is in memory"
+    assert source.weights_sha256 == plain.weights_sha256
+    assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
+
+    deployed = engine_of(source, random_routers(source, (1,), PROMPTS[0], bottleneck=8), tmp_path / "bundle")
+    bundle = deployed.bundle
+    rows = {name: weight.T if config is GPT2 else weight for name, weight in weights.items()}
+    found = list(stored_matrices(bundle))
+    assert sorted(len(names) for names, _ in found) == in_a_node
+    assert {name for names, _ in found for name in names} == weights.keys()
+    for names, whole in found:
+        for name, part in zip(names, whole.split([len(rows[name]) for name in names]), strict=True):
+            matrix, expected = source.quantized.blocks[name], rows[name].numpy()
+            assert isinstance(matrix, CheckpointMatrix)
+            np.testing.assert_array_equal(matrix.values(), expected, err_msg=name)
+            in_order = expected if matrix.order is None else expected[:, matrix.order]
+            np.testing.assert_array_equal(part.values(), in_order, err_msg=name)
+    assert restore(plain, bundle) is None, "the model has the values already"
+    graph = inlined(bundle.path)
+    assert {node.op_type for node in graph.all_nodes()} & (INTEGERS[4] | INTEGERS[8] | WITH_ZEROS) == operators
+    assert not [name for name in graph.initializers if name.removesuffix(".T") in weights], "stored in float32 too"
+
+    exact = check_full(float32_engine(bundle, 1), source, PROMPTS, 8)
+    assert exact.holds, exact.differences
+    assert exact.within_tolerance == 0
+    assert exact.max_error < 1e-4 * exact.largest_logit
+    rounded = check_full(deployed, source, PROMPTS, 8, tolerance=TOLERANCES["int8 matmuls"])
+    assert rounded.holds, (rounded.max_error, rounded.largest_logit, rounded.differences)
+
+
+def inlined(bundle: Path) -> ir.Graph:
+    model = ir.load(bundle / "model.onnx")
+    inline_layers(model)
+    return model.graph
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_integers_that_no_operator_takes_are_widened(bits: int, tmp_path: Path) -> None:
+    tensors, _ = write(tmp_path / "model", LLAMA, GPTQ | {"bits": bits}, gptq(bits))
+    source = load_model(tmp_path / "model", packed=True)
+    assert source.quantized is None
+    twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
+    assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
+
+
+def test_experts_are_widened_and_the_rest_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, _ = write(tmp_path / "model", MIXTRAL, GPTQ, gptq(symmetric=True))
+    source = load_model(tmp_path / "model", packed=True)
+    assert source.quantized is not None
+    kinds = {name.split(".")[-2] for name in source.quantized.blocks}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    threads = set(in_parallel(source, lambda _: threading.get_ident(), range(4)))
+    assert threads == {threading.get_ident()}, "a module's weight is there only while one thread runs it"
+    twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
+    assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
+
+
+def test_groups_that_no_block_fits_are_not_cut() -> None:
+    def size(groups: torch.Tensor, bits: int = 4) -> int | None:
+        scales = torch.ones(int(groups.max()) + 1, 8)
+        words = torch.zeros(len(groups) * bits // 32, 8, dtype=torch.int32)
+        return block_size_of(IntegerWeight(words, lambda _: words, bits, scales, scales.short(), groups))
+
+    assert size(torch.arange(2048) // 1024) == 256
+    assert size(torch.arange(192) // 128) == 128  # the last group is shorter
+    assert size(torch.arange(96) // 48) == 16
+    assert size(torch.arange(200) * 0) == 16  # one group: the last block is padded
+    assert size(torch.arange(64).flip(0) // 32) == 32
+    assert size(torch.arange(64) // 8) is None
+    assert size(torch.arange(64) // 32, bits=2) is None
+
+
+def exported(folder: Path, **options: Any) -> Path:
+    random_routers(load_model(folder / "model"), (1,), PROMPTS[0], bottleneck=8).save(folder / "routers.safetensors")
+    config, routers = TideConfig(checkpoints=(1,), min_layers=1), folder / "routers.safetensors"
+    return export(str(folder / "model"), folder / "out", routers=routers, config=config, **options)
+
+
+def tokens(bundle: Path) -> list[int]:
+    return load(bundle).generate(PROMPTS[0], max_new_tokens=8, mode="full", stop_token_ids=[]).tokens
+
+
+def test_a_checkpoint_is_exported_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors, _ = write(tmp_path / "model", LLAMA, GPTQ, gptq(symmetric=True))
+    twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
+    bundle = exported(tmp_path)
+    assert "another precision" not in caplog.text, "routers are calibrated on the values that the integers stand for"
+    assert open_bundle(bundle).manifest.weights == "int4"
+    ids = twin.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert tokens(bundle) == ids[0, len(PROMPTS[0]) :].tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_in_16_bits_stay_so_beside_integers(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_checkpoints, "QUANTIZED", re.compile(r"_proj\.weight$"))
+    half = LlamaConfig(
+        **LLAMA.to_diff_dict() | {"dtype": "float16", "tie_word_embeddings": tied, "vocab_size": LARGE // 64}
+    )
+    tensors, _ = write(tmp_path / "model", half, GPTQ, gptq(symmetric=True))
+    twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
+    source = load_model(tmp_path / "model", packed=True)
+    assert source.exact_in == ("fp16",)
+    assert {name for name, weight in source.model.named_parameters() if not weight.is_meta} == {
+        name for name, weight in twin.named_parameters() if weight.dim() == 1
+    }
+    bundle = exported(tmp_path, accuracy_level=1)
+    settings = open_bundle(bundle).manifest.quantization
+    assert settings is not None
+    assert settings.accuracy_level == 1
+    graph = inlined(bundle)
+    assert [node.op_type for node in graph.all_nodes()].count(OP_HALF_MATMUL["fp16"]) == 1  # the head
+    wide = [name for name, value in graph.initializers.items() if value.dtype == ir.DataType.FLOAT and value.shape]
+    assert not [name for name in wide if "embed_tokens" in name or "lm_head" in name]
+    halves = [name for name, value in graph.initializers.items() if value.dtype == ir.DataType.FLOAT16]
+    assert len(halves) == (1 if tied else 2)
+    ids = twin.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert tokens(bundle) == ids[0, len(PROMPTS[0]) :].tolist()
+
+
+def test_what_is_kept_packed() -> None:
+    assert ExportRequest("model", "out").keeps_packed
+    for options in ({"weights": "fp32"}, {"weights": "int4"}, {"device_map": "auto"}):
+        assert not ExportRequest("model", "out", **options).keeps_packed
+
+
+def test_an_accuracy_level_is_for_integers(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="has no integers that are kept: --accuracy-level is for int8 and int4"):
+        exported(tmp_path, accuracy_level=1)
