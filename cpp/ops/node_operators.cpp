@@ -7,6 +7,7 @@
 namespace tide_ops {
 namespace {
 
+constexpr int kFloat = abi::kFloat, kInt64 = abi::kInt64;
 constexpr int kAnything = 0;  // of any number of inputs or outputs, of any types
 
 // An operator and the types of its tensors. Inputs before the first and after the last required one may be absent.
@@ -129,7 +130,6 @@ NodeOperator matmul(char const* name, std::vector<int> inputs) {
 }
 
 NodeOperator attention(char const* name, int number) {
-  constexpr int kFloat = abi::kFloat, kInt64 = abi::kInt64;
   return operator_of(
       name,
       {kFloat, kFloat, kFloat, number, number, abi::kInt32, kInt64, kInt64, kFloat, kFloat, kFloat, kFloat},
@@ -144,6 +144,10 @@ struct Operators {
       matmul("TideGatedFp16MatMul", {abi::kFloat, abi::kFloat16}),
       attention("TidePagedAttention", abi::kFloat),
       attention("TideInt8PagedAttention", abi::kInt8),
+      operator_of("TideCausalConv", {kFloat, kFloat, kFloat, kInt64, kInt64, kFloat, kInt64}, {kFloat, kFloat}, 0, 4),
+      operator_of("TideRecurrence",
+                  {kFloat, kFloat, kFloat, kFloat, kFloat, kFloat, kInt64, kInt64, kFloat, kInt64},
+                  {kFloat, kFloat, kFloat}, 0, 7),
       operator_of("TideLayers", {kAnything}, {kAnything}, 0, 0),
   };
   std::vector<NodeOperator> of_integers{
@@ -167,6 +171,8 @@ std::unique_ptr<Node> node_of(std::string const& name, Attributes const& attribu
   }
   if (name == "TidePagedAttention") return attention_node(false, attributes);
   if (name == "TideInt8PagedAttention") return attention_node(true, attributes);
+  if (name == "TideCausalConv") return causal_conv_node(attributes);
+  if (name == "TideRecurrence") return recurrence_node();
   if (name == "TideLayers" || name == "TideIntegerLayers") return layers_node(attributes.text("nodes"));
   if (name == "RMSNormalization") return norm_node(false, false, attributes);
   if (name == "LayerNormalization") return norm_node(true, false, attributes);

@@ -15,6 +15,8 @@ std::unique_ptr<Node> attention_node(bool int8, Attributes const& attributes);
 // RMSNormalization or LayerNormalization; `skip`: ONNX Runtime's, which adds first.
 std::unique_ptr<Node> norm_node(bool layer, bool skip, Attributes const& attributes);
 std::unique_ptr<Node> add_node();
+std::unique_ptr<Node> causal_conv_node(Attributes const& attributes);
+std::unique_ptr<Node> recurrence_node();
 // Nodes that share their threads: TideLayers. Throws std::invalid_argument if it cannot read `text`.
 std::unique_ptr<Node> layers_node(std::string const& text);
 

@@ -18,6 +18,10 @@ std::string past(std::size_t layer, char const* kind) {
 std::string present(std::size_t layer, char const* kind) { return "present." + std::to_string(layer) + "." + kind; }
 std::string pages(std::size_t layer, char const* kind) { return "pages." + std::to_string(layer) + "." + kind; }
 std::string new_pages(std::size_t layer, char const* kind) { return "new_" + pages(layer, kind); }
+std::string states(std::int64_t layer, std::int64_t number) {
+  return "states." + std::to_string(layer) + "." + std::to_string(number);
+}
+std::string new_states(std::int64_t layer, std::int64_t number) { return "new_" + states(layer, number); }
 std::string segment(std::size_t k) { return "segment_" + two_digits(k); }
 std::string skipped(std::size_t k) { return "skipped_" + two_digits(k); }
 

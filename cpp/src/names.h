@@ -31,6 +31,9 @@ constexpr char const* kSequenceStarts = "sequence_starts";    // int64 [R + 1], 
 constexpr char const* kPageTable = "page_table";              // int32 [R, J], the pages of each sequence
 std::string pages(std::size_t layer, char const* kind);       // [pages, heads, page_tokens, width]; kind: of kKinds
 std::string new_pages(std::size_t layer, char const* kind);   // the same pages after the step
+constexpr char const* kStatePlaces = "state_places";          // int64 [R, 2], of each sequence's states, and settled tokens
+std::string states(std::int64_t layer, std::int64_t number);      // float32 [places, ..], a recurrent state
+std::string new_states(std::int64_t layer, std::int64_t number);  // the same after the step
 
 // Tensors of the segment networks and the head. T is float32, float16 or bfloat16; P the rows of a buffer of states.
 std::string past(std::size_t layer, char const* kind);     // T [1, heads, C, head_dim], a K/V buffer
@@ -48,6 +51,7 @@ constexpr char const* kNextPendingStates = "next_pending_states";   // T [1, 1, 
 constexpr char const* kRouterScore = "router_score";                // float32 [1]
 constexpr char const* kExitFlag = "exit_flag";                      // int32 [1], 1: the score is above the threshold
 constexpr char const* kRows = "rows";                               // int64 [m], of kExitStates; of the head
+constexpr char const* kEmbedding = "embedding";  // T [V, E], the matrix of kEmbeddingFile; of segment 0, a tied head
 // The head gives kLogits. Two more networks take these, so that not all of them must cross to the host; a NaN counts as
 // infinity.
 constexpr char const* kBestTokens = "best_tokens";              // int32 [m], of the largest logit, the lowest if equal

@@ -7,28 +7,32 @@ from typing import Any
 from bundles import make_manifest
 
 from tide_export.bundle.drafter_field import DrafterInfo
-from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, NetworksInfo, PluginsInfo, Profile
-from tide_export.bundle.manifest import Drafting, FileInfo, Quantization
+from tide_export.bundle.engine_fields import BuiltEngine, EmbeddingInfo, EnginesInfo, NetworksInfo, PluginsInfo, Profile
+from tide_export.bundle.manifest import Drafting, FileInfo, Manifest, Quantization
+from tide_export.bundle.model_info import StateInfo
 from tide_export.names import (
     AFTER_SEGMENTS,
     DRAFTER,
     DRAFTER_FILE,
+    EMBEDDING_FILE,
     GRAPH_FILE,
     engine_file,
     network_file,
     segment,
 )
 
+STATES = (StateInfo(0, 0, (35, 8), 32), StateInfo(0, 2, (2, 17), 32), StateInfo(0, 3, (32, 12), 32))
+
 
 def manifests() -> list[dict[str, Any]]:
-    """One of each kind: plain, quantized, with networks and engines, with a drafter."""
+    """One of each kind: plain, quantized, with networks and engines, with a drafter, with recurrent states."""
     plain = make_manifest()
     parts = [*(segment(k) for k in range(len(plain.segment_sizes))), *AFTER_SEGMENTS]
-    networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8, "int4")
+    networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8, "int4", EmbeddingInfo(2, 1, True))
     profiles = (Profile("decode", 1, 1, 1, 1), Profile("batch-decode", 1, 1, 1, 2))
     plugins, built = PluginsInfo("0.1.0", "cd" * 32, ("segment_00",)), dict.fromkeys(parts, BuiltEngine(9, 8, 7, 2, 1))
-    engines = EnginesInfo("tensorrt", "11.1", ("8.9",), "ab" * 32, profiles, 3.5, plugins, built)
-    files = [GRAPH_FILE, *map(network_file, parts), *map(engine_file, parts)]
+    engines = EnginesInfo("tensorrt", "11.1", ("8.9",), "ab" * 32, profiles, 3.5, plugins, built, {parts[0]: 5})
+    files = [GRAPH_FILE, EMBEDDING_FILE, *map(network_file, parts), *map(engine_file, parts)]
     kinds = [
         plain,
         replace(
@@ -50,16 +54,15 @@ def manifests() -> list[dict[str, Any]]:
             engines=replace(engines, built={**built, DRAFTER: BuiltEngine(9, 8, 7, 1, 1)}),
             drafter=DrafterInfo(plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, (2, 8), 32, (), {"minutes": 3}),
         ),
+        replace(plain, model=replace(plain.model, kv_shapes=((0, 0), *plain.model.kv_shapes[1:]), states=STATES)),
     ]
     drafts = [DRAFTER_FILE, network_file(DRAFTER), engine_file(DRAFTER)]
-    return [
-        json.loads(
-            replace(
-                kind, files={name: FileInfo(5, "0" * 64) for name in [*files, *(drafts if kind.drafter else ())]}
-            ).to_json()
-        )
-        for kind in kinds
-    ]
+
+    def files_of(kind: Manifest) -> dict[str, FileInfo]:
+        every = [*files, *(drafts if kind.drafter else ())]
+        return {name: FileInfo(4 if name == EMBEDDING_FILE else 5, "0" * 64) for name in every}
+
+    return [json.loads(replace(kind, files=files_of(kind)).to_json()) for kind in kinds]
 
 
 VALID = json.dumps(manifests()[0])

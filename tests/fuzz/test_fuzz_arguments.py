@@ -87,9 +87,11 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.lists(st.integers(0, 47), max_size=3),
     "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
     "json_schema": st.sampled_from([{}, {"type": "object"}, '{"type": "object"}', "{", {1: 2}]),
+    "json_whitespace": st.booleans(),
     "regex": st.text(max_size=5),
     "grammar": st.text(max_size=5),
     "detokenize": st.just(False),
+    "special_tokens": st.lists(st.integers(0, 47), max_size=3),
     "compaction_threshold": st.floats(0, 1),
 }
 

@@ -24,7 +24,7 @@ from tide_export.model.source import SourceModel, load_model, wrap_model
 from tide_export.pipeline.contents import context_length
 from tide_export.routers.router import Lens, Router
 from tide_export.routers.router_set import RouterSet
-from tide_export.trace.tracer import refuse_recurrent_state
+from tide_export.trace.recurrence import refuse_unknown_state
 
 MEMORY = 1 << 20  # KiB that the whole of a test may add
 IDS = torch.tensor([[1, 2, 3]])
@@ -175,7 +175,7 @@ def test_tide_s_router_files_run_no_code(random: Random, tmp_path_factory: pytes
 def use_model(folder: Path) -> None:
     """What every command does with a loaded model, but for the trace."""
     source = load_model(folder)
-    refuse_recurrent_state(source)
+    refuse_unknown_state(source)
     source.run(IDS % source.vocab_size, [1])
     context_length(source, None if source.context_length else 16)
     assert all(isinstance(token, int) for token in source.eos_token_ids)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, build
+from hybrid_families import HYBRID
 from parity.test_families import PROMPTS
 from tiny_configs import CONTEXT, WINDOW
 from transformers import masking_utils
@@ -93,8 +94,11 @@ IN_THE_SHAPES = {
     "several hidden states of a token",
     "text model inside ForConditionalGeneration",
     "mixture of attention heads",
+    "gated attention",
+    "heads by layer",
+    *(feature for row in HYBRID.values() for feature in row.features if feature not in OFF),
 }
-ELSEWHERE = {"dynamic rotary scaling", "attention in blocks"}  # in the tests on lengths below
+ELSEWHERE = {"dynamic rotary scaling", "attention in blocks", "indexed attention"}  # in the tests on lengths below
 
 
 @pytest.mark.parametrize("feature", OFF)
@@ -148,7 +152,13 @@ def test_a_mask_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("family", "longest", "why"),
-    [("phi3", CONTEXT // 2, "longrope"), ("llama4 (text)", 192, "blocks"), ("llama (dynamic)", CONTEXT, "context")],
+    [
+        ("phi3", CONTEXT // 2, "longrope"),
+        ("llama4 (text)", 192, "blocks"),
+        ("deepseek_v32", 192, "chosen tokens"),
+        ("minimax_m3 (text)", 192, "chosen tokens"),
+        ("llama (dynamic)", CONTEXT, "context"),
+    ],
 )
 def test_lengths_an_export_is_not_exact_for_are_refused(
     family: str, longest: int, why: str, caplog: pytest.LogCaptureFixture

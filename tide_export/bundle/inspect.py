@@ -12,7 +12,7 @@ from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.engine_fields import FP8, INT4
 from tide_export.bundle.kv_buffers import default_context, is_fused, kv_buffers
 from tide_export.bundle.manifest import PROPAGATE, Manifest
-from tide_export.bundle.network_weights import network_weights, repeated_size
+from tide_export.bundle.network_weights import held_size, network_weights, repeated_size
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.formatting import size, table
 from tide_export.thresholds.resolve import resolve_thresholds
@@ -61,6 +61,7 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "compaction_threshold": manifest.compaction_threshold,
         "kv_cache": manifest.kv_dtype,
         "kv_bytes_per_token": manifest.kv_token_bytes,
+        "state_bytes": manifest.model.state_bytes,
         "segments": _segments(bundle),
         "networks": None if manifest.networks is None else asdict(manifest.networks),
         "network_kv": _network_kv(manifest),
@@ -101,7 +102,7 @@ def _network_weights(bundle: Bundle) -> dict[str, int] | None:
     networks = network_weights(bundle)
     if not networks:
         return None
-    return {"size": sum(network.size for network in networks.values()), "repeated": repeated_size(networks)}
+    return {"size": held_size(networks), "repeated": repeated_size(networks)}
 
 
 def _segments(bundle: Bundle) -> list[dict[str, Any]]:
@@ -144,7 +145,8 @@ def render(described: dict[str, Any]) -> str:
         f"hidden {model['hidden_size']}, vocabulary {model['vocab_size']}{', code of its own' * model['remote_code']})",
         f"weights    sha256 {model['weights_sha256'][:12]}{_quantization(described)}",
         f"context    {model['context_length'] or 'unlimited'} tokens, "
-        f"{size(described['kv_bytes_per_token'])} of K/V in {described['kv_cache']} per token",
+        f"{size(described['kv_bytes_per_token'])} of K/V in {described['kv_cache']} per token"
+        + (f", {size(described['state_bytes'])} of recurrent states per sequence" if described["state_bytes"] else ""),
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
         f"exits      from {described['min_layers']} layers on; " + _pending(described),
         f"mode auto  {_auto(described['auto'])}",
@@ -199,9 +201,10 @@ def _network_lines(described: dict[str, Any]) -> list[str]:
         f"{size(kv['copied'])} and reads {size(kv['read'])} of it at {kv['context']} tokens",
     ]
     if weights is not None:
+        shared = "none: a tied embedding" if networks.get("embedding") is None else "the embedding alone: shortlists"
         lines.append(
             f"memory     {size(weights['size'])} of weights, {size(weights['repeated'])} of them copies, because "
-            "engines share none: a tied embedding, tables of positions"
+            f"engines share {shared}, tables of positions"
         )
     if engines is None:
         return [*lines, "engines    none: tide-export build builds them"]

@@ -15,6 +15,7 @@ from typing import Any
 from tide_export.bundle.auto_mode import MODES, AutoMode
 from tide_export.bundle.drafter_field import DrafterInfo, check_drafter
 from tide_export.bundle.engine_fields import FP8, INT4, EnginesInfo, NetworksInfo
+from tide_export.bundle.model_info import ModelInfo, check_model
 from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
 from tide_export.errors import BundleError
 from tide_export.names import (
@@ -23,6 +24,7 @@ from tide_export.names import (
     CONTEXT_METADATA,
     DRAFTER,
     DRAFTER_FILE,
+    EMBEDDING_FILE,
     FINAL_ROW,
     GRAPH_FILE,
     HIDDEN_SIZE_METADATA,
@@ -34,7 +36,9 @@ from tide_export.names import (
 
 SCHEMA = "tide_export.bundle/11"
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")  # of the graph
-QUANTIZATION_METHODS = ("rtn", "gptq")
+CHECKPOINT = "checkpoint"  # quantization of integers that the model's own checkpoint has
+QUANTIZATION_METHODS = ("rtn", "gptq", CHECKPOINT)
+INT8_MATMULS = 4  # MatMulNBits's accuracy_level that rounds the inputs to 8 bits, block by block, too
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 NETWORK_PRECISIONS = ("fp32", "fp16", "bf16")
 NETWORK_MATRICES = (INT4, FP8)  # of segment networks in half precision
@@ -49,29 +53,9 @@ MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
 OMITTED = (
     *("quantization", "remote_code", "auto", "kv_cache", "drafter"),
-    *("model.kv_layers", "networks.matrices", "engines.built", "auto.slots", "drafting.drafter_cost"),
-    *("drafting.max_learned", "drafter.record"),
+    *("model.kv_layers", "model.states", "networks.matrices", "engines.built", "auto.slots", "drafting.drafter_cost"),
+    *("networks.embedding", "engines.copied", "drafting.max_learned", "drafter.record"),
 )
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """What a runtime needs to know of the source model."""
-
-    name: str  # as given to `export`: a hub id or a folder
-    architecture: str  # e.g. "LlamaForCausalLM"
-    weights_sha256: str
-    num_layers: int
-    hidden_size: int  # width of the states between segments: hidden states, and what else later layers read of a token
-    vocab_size: int
-    context_length: int | None  # tokens; None: the model sets no limit
-    eos_token_ids: tuple[int, ...]
-    kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim) of the K/V it reads
-    kv_layers: tuple[int, ...] | None = None  # per layer, the layer whose K/V it reads; None: each its own
-
-    def kv_read(self, layers: range) -> list[int]:
-        """Layers whose K/V `layers` read, ascending: their own, and those of earlier layers that they share."""
-        return sorted({layer if self.kv_layers is None else self.kv_layers[layer] for layer in layers})
 
 
 @dataclass(frozen=True)
@@ -87,7 +71,7 @@ class TensorInfo:
 class Quantization:
     """How the graph's matrices were quantized (see `quantize`)."""
 
-    method: str  # rtn or gptq
+    method: str  # one of QUANTIZATION_METHODS
     bits: int  # 4 or 8
     block_size: int  # weights of one scale
     symmetric: bool  # without zero points
@@ -239,24 +223,9 @@ def _check(manifest: Manifest, source: str) -> None:
             raise BundleError(f"{source}: field '{name}' {rule}")
 
     model, points = manifest.model, manifest.checkpoints
-    for name in ("num_layers", "hidden_size", "vocab_size"):
-        require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
-    require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
-    require(all(i >= 0 for i in model.eos_token_ids), "model.eos_token_ids", "holds a negative token id")
-    require(len(model.kv_shapes) == model.num_layers, "model.kv_shapes", "must have one entry per layer")
-    require(all(h >= 1 and d >= 1 for h, d in model.kv_shapes), "model.kv_shapes", "holds a size below 1")
-    sources = tuple(range(model.num_layers)) if model.kv_layers is None else model.kv_layers
-    require(len(sources) == model.num_layers, "model.kv_layers", "must have one entry per layer")
-    require(
-        all(0 <= source <= layer and sources[source] == source for layer, source in enumerate(sources)),
-        "model.kv_layers",
-        "must name the layer itself, or an earlier one with K/V of its own",
-    )
-    require(
-        all(model.kv_shapes[source] == shape for source, shape in zip(sources, model.kv_shapes, strict=True)),
-        "model.kv_shapes",
-        "must be equal where layers share K/V",
-    )
+    check_model(model, require)
+    plain = manifest.kv_cache_strategy == EXACT and manifest.networks is None
+    require(plain or not model.states, "model.states", "are for exact K/V and target onnxruntime alone")
     require(list(points) == sorted(set(points)), "checkpoints", "must be distinct and ascending")
     require(all(1 <= p < model.num_layers for p in points), "checkpoints", f"must lie in 1..{model.num_layers - 1}")
     require(len(manifest.thresholds) == len(points), "thresholds", "must have one value per checkpoint")
@@ -349,6 +318,11 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         require(
             batched <= networks.max_tokens, "networks.max_slot_tokens", "must fit max_batch_size times into max_tokens"
         )
+        if networks.embedding is not None:
+            rows, width = networks.embedding.rows, networks.embedding.width
+            size = manifest.files[EMBEDDING_FILE].size if EMBEDDING_FILE in manifest.files else 0
+            stored = min(rows, width) >= 1 and rows * width * (4 if networks.weights == "fp32" else 2) == size
+            require(stored, "networks.embedding", f"must have the shape of the file {EMBEDDING_FILE}")
         drafter = [DRAFTER] if manifest.has_drafter_network else []
         for file in map(network_file, [*parts, *drafter]):
             require(file in manifest.files, "files", f"does not list {file}")
@@ -378,6 +352,9 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
                 require(min(numbers) >= 0, f"engines.built.{name}", "holds a negative value")
                 where = f"engines.built.{name}.fused_attention_layers"
                 require(fused <= attentions, where, "must be at most attention_layers")
+        for name, copied in sorted((engines.copied or {}).items()):
+            is_engine = name in parts or (name == DRAFTER and engine_file(DRAFTER) in manifest.files)
+            require(is_engine and copied >= 1, f"engines.copied.{name}", "must be an engine's bytes, 1 or more")
         for file in map(engine_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")
 

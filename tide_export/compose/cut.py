@@ -22,11 +22,13 @@ from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.shared_keys import KV_LAYER, SharedKeysPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
+from tide_export.compose.states import StateShape, keeps_state, shapes_of
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.names import DOMAIN, OP_ATTENTION
 from tide_export.trace.rewriting import present, run_passes, static_dim
 from tide_export.trace.tracer import TracedModel
 
+NO_KV = (0, 0)  # shape of the K/V of a layer without attention
 _NORMS = ("RMSNormalization", "LayerNormalization")
 
 
@@ -42,11 +44,12 @@ class Pieces:
             states [B, S, D]. After these come the hidden states of `taps_in`.
         final_norm: hidden states [B, S, D] -> normalized states [B, S, D'] (final norm, projection).
         head: normalized states [B, S, D'] -> logits [B, S, V].
-        kv_shapes: (kv_heads, head_dim) of the keys and values that every layer reads.
+        kv_shapes: (kv_heads, head_dim) of the keys and values that every layer reads; (0, 0) where it reads none.
         kv_layers: the layer whose keys and values every layer reads: its own, or those of an earlier layer.
         keys_values: if the trace has a marker before every layer, for each layer with K/V of its own states [B, S, W],
             position_ids [B, S] -> key, value [B, kv_heads, S, head_dim] as its attention reads them; else empty.
         taps: layers run after which segments give hidden states [B, S, D] too, for a draft head; ascending.
+        states: recurrent states of layers, by layer.
     """
 
     boundaries: tuple[int, ...]
@@ -58,6 +61,7 @@ class Pieces:
     kv_layers: tuple[int, ...]
     keys_values: Mapping[int, ir.Graph] = field(default_factory=dict)
     taps: tuple[int, ...] = ()
+    states: tuple[StateShape, ...] = ()
 
     @property
     def hidden_size(self) -> int:
@@ -71,11 +75,21 @@ class Pieces:
 
     def kv_read(self, k: int) -> list[int]:
         """Layers whose K/V cache segment k reads, ascending: its own, and earlier ones that its layers share."""
-        return sorted({self.kv_layers[layer] for layer in range(self.boundaries[k], self.boundaries[k + 1])})
+        layers = range(self.boundaries[k], self.boundaries[k + 1])
+        return sorted({self.kv_layers[layer] for layer in layers if self.kv_shapes[layer] != NO_KV})
 
     def kv_written(self, k: int) -> list[int]:
         """Layers of segment k with K/V of their own, ascending."""
         return [layer for layer in self.kv_read(k) if layer >= self.boundaries[k]]
+
+    @property
+    def kv_caches(self) -> list[int]:
+        """Layers with K/V of their own, ascending."""
+        return [layer for k in range(len(self.segments)) for layer in self.kv_written(k)]
+
+    def states_in(self, k: int) -> list[StateShape]:
+        """Those of `states` that are of layers of segment k."""
+        return [one for one in self.states if self.boundaries[k] <= one.layer < self.boundaries[k + 1]]
 
     def taps_in(self, k: int) -> list[int]:
         """Those of `taps` that are layers of segment k."""
@@ -138,8 +152,8 @@ def is_attention(node: ir.Node) -> bool:
     return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION)
 
 
-def layer_of(attention: ir.Node) -> int:
-    return attention.attributes["layer"].as_int()
+def layer_of(node: ir.Node) -> int:
+    return node.attributes["layer"].as_int()
 
 
 def attention_inputs(attention: ir.Node) -> list[ir.Value | None]:
@@ -177,7 +191,9 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     def before(layer: int) -> ir.Value:
         return present(traced.marker(layer).inputs[0])
 
-    kv_layers = tuple(node.attributes.get_int(KV_LAYER, layer) for layer, node in attention.items())
+    depth, states = bounds[-1], [node for node in graph if keeps_state(node)]
+    own = {layer: layer for layer in range(depth)}
+    kv_layers = tuple((own | {i: node.attributes.get_int(KV_LAYER, i) for i, node in attention.items()}).values())
     keys_values: dict[int, ir.Graph] = {}
     if traced.every_layer and not taps:
         keys_values = {layer: _keys_and_values(graph, after(layer), attention[layer]) for layer in set(kv_layers)}
@@ -190,8 +206,9 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         outputs = [before(stop), *(tapped[layer] for layer in _between(taps, start, stop))]
         piece = irc.extract(graph, [after(start), positions, token_ids], outputs)
         _shapes_from_hidden_states(piece)
-        layers = [layer_of(node) for node in piece if is_attention(node)]
-        if layers != list(range(start, stop)):
+        layers = [layer_of(node) for node in piece if is_attention(node) or keeps_state(node)]
+        expected = [layer_of(node) for node in (*attention.values(), *states) if start <= layer_of(node) < stop]
+        if sorted(layers) != sorted(expected):
             raise UnsupportedModelError(
                 f"the segment of layers {start}..{stop - 1} also needs values computed elsewhere in the model "
                 f"(it would run the attention of layers {layers}), so the model cannot be cut there"
@@ -205,10 +222,13 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
             f"the final norm or head reads more than the last layer's hidden states: {error}"
         ) from error
     embed = irc.extract(graph, [token_ids, positions], [before(0)])
-    kv_shapes = tuple(
-        (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int()) for node in attention.values()
+    kv_shapes = [NO_KV] * depth
+    for layer, node in attention.items():
+        kv_shapes[layer] = (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int())
+    shapes = shapes_of(states)
+    return Pieces(
+        bounds, embed, tuple(segments), final_norm, head, tuple(kv_shapes), kv_layers, keys_values, taps, shapes
     )
-    return Pieces(bounds, embed, tuple(segments), final_norm, head, kv_shapes, kv_layers, keys_values, taps)
 
 
 def _between(taps: Sequence[int], start: int, stop: int) -> list[int]:

@@ -21,6 +21,7 @@ from tide_export.compose.candidate_op import candidate_function
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exits import candidate_and_route, exit_states
 from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs, store_from
+from tide_export.compose.states import advance_states, state_inputs, state_outputs
 from tide_export.compose.step_graph import LensWeights, RouterWeights, check_routers
 from tide_export.trace.rewriting import FLOAT, INT32, INT64, dims, present, typed_value
 from tide_export.trace.tracer import OPSET
@@ -67,7 +68,11 @@ class _PackedComposer:
         self.inputs = [self.positions, self.last, self.thresholds, *self.places.values()]
         self.checkpoints: list[ir.Node] = []
         self.outputs: dict[str, ir.Value] = {}
-        self.pages = page_inputs(sorted(set(pieces.kv_layers)), pieces.kv_shapes)
+        self.pages = page_inputs(pieces.kv_caches, pieces.kv_shapes)
+        self.state_places = typed_value(names.STATE_PLACES, INT64, [SEQUENCES, 2])
+        self.states = state_inputs(pieces.states)
+        if self.states:
+            self.inputs += [self.state_places, *self.states.values()]
 
     def compose(self) -> tuple[ir.Model, list[Part]]:
         count = len(self.pieces.segments)
@@ -91,6 +96,8 @@ class _PackedComposer:
         start = len(block.nodes)
         y, *_ = block.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
         written = page_outputs(attend_from_cache(block.nodes[start:], self.pages, list(self.places.values())))
+        sequences = [self.state_places, self.places[names.SEQUENCE_LENGTHS], self.places[names.SEQUENCE_STARTS]]
+        written |= state_outputs(advance_states(block.nodes[start:], self.states, sequences))
         shared = [names.POSITION_IDS, names.LAST_TOKENS, *self.places]
         if k + 1 < len(pieces.segments):
             states, score = self._checkpoint(layers, y)
@@ -99,6 +106,8 @@ class _PackedComposer:
         else:
             values = {names.EXIT_STATES: self._final_states(y)}
         shared += [names.pages(layer, kind) for layer in pieces.kv_read(k) for kind in KINDS]
+        if own := pieces.states_in(k):
+            shared += [names.STATE_PLACES, *(names.states(one.layer, one.number) for one in own)]
         inputs = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: str(entry.name)} | {i: i for i in shared}
         outputs = {output: f"{name}/{output}" for output in values} | {output: output for output in written}
         self.outputs |= {f"{name}/{output}": value for output, value in values.items()} | written

@@ -48,6 +48,7 @@ from tide_export.compose.candidate_op import candidate_function
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exits import candidate_and_route, exit_states
 from tide_export.compose.kv_cache import KINDS, Cache, attend_from_cache, page_inputs, page_outputs
+from tide_export.compose.states import advance_states, state_inputs, state_outputs
 from tide_export.errors import GraphError
 from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, dims, present, static_dim, typed_value
@@ -145,7 +146,9 @@ class Composer:
         self.thresholds = typed_value(names.THRESHOLDS, FLOAT, [self.segments - 1])
         self.skip_thresholds = {k: typed_value(names.skip_threshold(k), FLOAT, [1]) for k in deeper}
         self.pending = {k: typed_value(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in deeper}
-        self.pages = page_inputs(sorted(set(pieces.kv_layers)), pieces.kv_shapes)
+        self.pages = page_inputs(pieces.kv_caches, pieces.kv_shapes)
+        self.state_places = typed_value(names.STATE_PLACES, INT64, [1, 2])
+        self.states = state_inputs(pieces.states)
         self.outputs: dict[str, ir.Value] = {}
         self.checkpoints: list[ir.Node] = []
 
@@ -172,6 +175,8 @@ class Composer:
         if self.segments > 1:
             inputs += [self.thresholds, *self.skip_thresholds.values(), *self.pending.values()]
         inputs += self.pages.values()
+        if self.states:
+            inputs += [self.state_places, *self.states.values()]
         final = {names.FINAL_STATES: present(step.final)}
         outputs = {names.LOGITS: self._logits(state), **routing, **final, **self.outputs}
         functions = {call.op_type: candidate_function(call, OPSET) for call in self.checkpoints}
@@ -281,6 +286,8 @@ class Composer:
             values["final"] = block.copy(self.weights.constant("no_final_states", none))
         for layer in self.pieces.kv_written(k):
             values |= page_outputs(self._skipped(block, k, layer, pending))
+        kept = {(one.layer, one.number): self.states[one.layer, one.number] for one in self.pieces.states_in(k)}
+        values |= state_outputs({key: block.copy(states) for key, states in kept.items()})
         return block, values
 
     def _skipped(self, block: Block, k: int, layer: int, pending: ir.Value) -> Cache:
@@ -290,13 +297,16 @@ class Composer:
     def _run(
         self, block: Block, k: int, x: ir.Value, tokens: str, positions: ir.Value
     ) -> tuple[ir.Value, dict[str, ir.Value], dict[str, ir.Value]]:
-        """Segment k on x, its attention connected to the K/V cache: y [1, tokens, D], the new pages by name, and hidden
-        states [1, tokens, D] by `_tap`."""
+        """Segment k on x, connected to the K/V cache and recurrent states: y [1, tokens, D], the new pages and states
+        by name, and hidden states [1, tokens, D] by `_tap`."""
         start = len(block.nodes)
         y, *hidden = block.inline(self.pieces.segments[k], [x, positions], 1, tokens)
         cache = {key: self.outputs.get(names.new_pages(*key), pages) for key, pages in self.pages.items()}
         tapped = dict(zip(map(_tap, self.pieces.taps_in(k)), hidden, strict=True)) if self.fuse is not None else {}
-        return y, page_outputs(attend_from_cache(block.nodes[start:], cache, self.places)), tapped
+        written = page_outputs(attend_from_cache(block.nodes[start:], cache, self.places))
+        sequences = [self.state_places, self.lengths, None]
+        written |= state_outputs(advance_states(block.nodes[start:], self.states, sequences))
+        return y, written, tapped
 
     def _positions_of(self, block: Block, x: ir.Value, tokens: str) -> ir.Value:
         """position_ids [1, n] of the last n tokens of the sequence, for x of n tokens; removed later if unused."""

@@ -18,7 +18,7 @@ from tide_export.progress import stage
 from tide_export.report.write import check_report_path, headline, write_report
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.attention.masks import layer_masks
-from tide_export.trace.tracer import refuse_recurrent_state
+from tide_export.trace.recurrence import refuse_unknown_state
 
 logger = logging.getLogger("tide_export")
 
@@ -54,7 +54,7 @@ def calibrate(
     find_text(config)
     with stage("loading the model"):
         source = load_model(model, device_map=device_map, trust_remote_code=trust_remote_code)
-    refuse_recurrent_state(source)
+    refuse_unknown_state(source)
     layer_masks(source.model, source.num_layers)
     planned_checkpoints(config, source.num_layers)
     tokenizer = load_tokenizer(model, trust_remote_code)

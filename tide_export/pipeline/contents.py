@@ -14,7 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export import names
-from tide_export.bundle.manifest import FLOAT32_KV, Manifest, ModelInfo, Quantization, TensorInfo
+from tide_export.bundle.manifest import FLOAT32_KV, Manifest, Quantization, TensorInfo
+from tide_export.bundle.model_info import ModelInfo, StateInfo
 from tide_export.compose.cut import Pieces
 from tide_export.config import TideConfig
 from tide_export.data.sequences import load_tokenizer
@@ -24,6 +25,7 @@ from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.router_set import RouterSet
+from tide_export.trace.attention.indexed import chosen_keys
 from tide_export.trace.attention.masks import layer_masks
 from tide_export.trace.rewriting import present
 from tide_export.trace.tracer import OPSET
@@ -47,6 +49,9 @@ def context_length(source: SourceModel, max_length: int | None) -> int:
     blocks = [mask.size for mask in layer_masks(source.model, source.num_layers) or () if mask and mask.kind == "chunk"]
     if blocks and (limit is None or min(blocks) < limit):
         limit, why = min(blocks), "layers attend in blocks of that many tokens"
+    chosen = min(chosen_keys(source.model).values(), default=limit)
+    if chosen is not None and (limit is None or chosen < limit):
+        limit, why = chosen, "longer ones would attend to chosen tokens only"
     if max_length is None:
         if limit is None:
             raise ConfigError(f"{source.name} sets no context length of its own: give --max-length")
@@ -179,6 +184,7 @@ def make_manifest(
             eos_token_ids=source.eos_token_ids,
             kv_shapes=pieces.kv_shapes,
             kv_layers=pieces.kv_layers if shares else None,
+            states=tuple(StateInfo(one.layer, one.number, one.shape, one.undo) for one in pieces.states) or None,
         ),
         checkpoints=routers.checkpoints,
         thresholds=(config.exit_threshold,) * len(routers.checkpoints),

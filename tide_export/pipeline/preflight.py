@@ -4,6 +4,7 @@ import logging
 import shutil
 from pathlib import Path
 
+from tide_export.bundle.manifest import PROPAGATE
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.evaluate import lens_rank
 from tide_export.calibration.self_generated import answer_length, prompts_in, prompts_to_answer
@@ -11,14 +12,14 @@ from tide_export.config import TideConfig
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import load_tokenizer
 from tide_export.engines.exit_memory import ExitSizes, check_exit_memory, warn_of_exit_memory
-from tide_export.errors import BundleError, ConfigError
+from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
 from tide_export.formatting import size
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.contents import context_length
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.tensorrt.plugins import NONE
-from tide_export.trace.tracer import refuse_recurrent_state
+from tide_export.trace.recurrence import keeps_state, refuse_unknown_state
 
 logger = logging.getLogger("tide_export")
 
@@ -66,7 +67,8 @@ def check_source(
         BundleError: the disk has less space than the weights of the layers need.
         ModelError, DatasetError: the tokenizer or the dataset is needed and cannot be read.
     """
-    refuse_recurrent_state(source)
+    refuse_unknown_state(source)
+    _check_state(source, request)
     length = context_length(source, request.max_length)
     if routers is not None:
         routers.check(source, request.routers or "")
@@ -104,6 +106,22 @@ def exit_sizes(source: SourceModel, config: TideConfig, routers: RouterSet | Non
     return ExitSizes(source.normalized_size, config.router_bottleneck_dim, tokens, rank)
 
 
+def _check_state(source: SourceModel, request: ExportRequest) -> None:
+    """Refuses what a model with recurrent states cannot be exported for or with."""
+    if not keeps_state(source):
+        return
+    if request.flavour is not None:
+        raise UnsupportedModelError(
+            f"{source.architecture} keeps recurrent states, which TensorRT's networks cannot take back when drafts are "
+            "rejected: export it for target onnxruntime"
+        )
+    if request.config.kv_cache_strategy == PROPAGATE:
+        raise ConfigError(
+            f"kv_cache_strategy propagate computes keys and values of skipped layers, and {source.architecture} keeps "
+            "recurrent states, which need every token: take exact"
+        )
+
+
 def _check_plugin(request: ExportRequest, sizes: ExitSizes) -> None:
     """Refuses routers with which engines built here could not hold the plugin; warns where that is known elsewhere."""
     if not request.engines and request.plugins != NONE:
@@ -138,7 +156,7 @@ def warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None
 
 def _check_space(source: SourceModel, request: ExportRequest, folder: Path) -> None:
     """Compares the free space with the weights of the decoder layers alone, which every bundle holds."""
-    settings = request.quantization_settings
+    settings = request.quantization_settings or (None if source.quantized is None else source.quantized.settings)
     bits = (16 if request.half else 32) if settings is None else settings.bits
     if request.flavour is not None:
         bits += BITS.get(request.weights, 32)

@@ -46,8 +46,10 @@ class ExportRequest:
         weights: for ONNX Runtime alone "fp32", "bf16", "fp16", "int8" or "int4", of the graph's matrices; for TensorRT
             "fp32", "fp16" or "bf16", of the segment networks, the graph being fp32; or "int4" or "fp8", of the layers'
             matrices in networks and graph (which stores those of fp8 in float32). "auto" is, for ONNX Runtime alone,
-            bf16 or fp16 where that loses nothing and its operators are installed; else fp32.
-        quantization, block_size, accuracy_level, symmetric: of int8 and int4 (see `quantize.settings`).
+            bf16 or fp16 where that loses nothing and its operators are installed; else fp32; and the integers of a
+            GPTQ or AWQ checkpoint as they are.
+        quantization, block_size, accuracy_level, symmetric: of int8 and int4 (see `quantize.settings`); the level also
+            of a checkpoint's integers.
         engines: build the engines; without, the bundle has the networks alone and `engines.rebuild` adds engines.
         plugins: the library of plugins to build engines for "tensorrt" with, or "none"; None: an installed one, if any.
         overwrite: replace a bundle already there. It stays untouched until the new one is complete.
@@ -89,10 +91,10 @@ class ExportRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", self.config or TideConfig())  # None: the defaults
-        _ = self.quantization_settings
-        self._check_targets()
         if self.flavour is not None and self.weights == AUTO:
             object.__setattr__(self, "weights", "fp32")
+        _ = self.quantization_settings
+        self._check_targets()
         if self.flavour is not None and self.propagates:
             raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {self.flavour.name}")
         self._check_kv_cache()
@@ -138,6 +140,11 @@ class ExportRequest:
     def half(self) -> str | None:
         """The type of the graph's matrices where it has 16 bits: bf16 or fp16."""
         return self.weights if self.flavour is None and self.weights in OP_HALF_MATMUL else None
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether the bundle gets the integers of a GPTQ or AWQ checkpoint as they are."""
+        return self.weights == AUTO and self.device_map is None
 
     @property
     def reads_text_for_weights(self) -> bool:

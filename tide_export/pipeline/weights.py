@@ -28,17 +28,24 @@ QUANTIZATION_SEQUENCES = 64  # read by a calibrated quantization
 
 
 def choose_weights(source: SourceModel, request: ExportRequest) -> ExportRequest:
-    """Replaces `weights` "auto" by bf16 or fp16, where that loses nothing, or fp32."""
+    """Replaces `weights` "auto" by bf16 or fp16, where that loses nothing, or fp32: beside the checkpoint's integers,
+    which get the accuracy level."""
     if request.weights != AUTO:
         return request
-    return replace(request, weights=source.exact_in[0] if source.exact_in else "fp32")
+    if request.accuracy_level is not None:
+        if source.quantized is None or source.quantized.settings is None:
+            raise ConfigError(f"{source.name} has no integers that are kept: --accuracy-level is for int8 and int4")
+        settings = replace(source.quantized.settings, accuracy_level=request.accuracy_level)
+        source.quantized = replace(source.quantized, settings=settings)
+    return replace(request, weights=source.exact_in[0] if source.exact_in else "fp32", accuracy_level=None)
 
 
 def explain_weights(source: SourceModel, request: ExportRequest) -> None:
     """Says why `request`, of which `choose_weights` made another, gets 16 bits."""
     if request.weights == AUTO and source.exact_in:
         half = HALF[source.exact_in[0]].numpy()
-        logger.info("the model's weights are %s numbers and are stored as such (--weights fp32 for float32)", half)
+        which = "the model's" if source.quantized is None else "the model's other"
+        logger.info("%s weights are %s numbers and are stored as such (--weights fp32 for float32)", which, half)
 
 
 def prepare_weights(source: SourceModel, request: ExportRequest) -> None:

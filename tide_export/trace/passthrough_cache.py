@@ -1,9 +1,11 @@
-"""A K/V cache for a pass over a whole sequence: stores nothing and is always empty."""
+"""A cache for a pass over a whole sequence: stores nothing and is always empty."""
 
 from collections.abc import Callable
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+MAX_STATES = 8  # of one kind in a layer
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -13,13 +15,20 @@ def passthrough_cache(layers: int, change: Change = lambda states: states) -> Ca
     return Cache(layers=[_PassthroughLayer(change) for _ in range(layers)])
 
 
-class _PassthroughLayer(CacheLayerMixin):
+class _PassthroughLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[override]
     def __init__(self, change: Change):
-        super().__init__()
+        CacheLayerMixin.__init__(self)
+        LinearAttentionCacheLayerMixin.__init__(self, number_of_states=MAX_STATES)
         self.change = change
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, *args, **kwargs) -> None:
         self.is_initialized = True
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return recurrent_states
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         return self.change(key_states), self.change(value_states)

@@ -26,7 +26,7 @@ from tide_export.model.failures import refuse_trace
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.model.structure import first_tensor, with_first_tensor, with_states
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
+from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT, STATE_OPERATORS
 from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.attention.masks import Mask, layer_masks
 from tide_export.trace.attention.matching import ExplicitAttentionPass, symbolic_sdpa
@@ -39,12 +39,13 @@ from tide_export.trace.exporter.type_promotion import known_results
 from tide_export.trace.offloaded_weights import placeholder_weights, read_when_written
 from tide_export.trace.passthrough_cache import passthrough_cache
 from tide_export.trace.quantized_linear import symbolic_quantized
+from tide_export.trace.recurrence import keeps_state, refuse_unknown_state, symbolic_recurrence
 from tide_export.trace.rewriting import nodes_of
+from tide_export.trace.running_layer import running_layers
 from tide_export.trace.static_rope import static_rope
 from tide_export.trace.symbolic import symbolic
 
 OPSET = 23
-RECURRENT = ("linear", "conv", "mamba", "recurrent")  # parts of the names of layer types in configs
 DEFAULT_LENGTH = 2048  # tokens that attention biases are stored for if neither the model nor the caller sets a bound
 
 
@@ -87,13 +88,15 @@ def trace(
         UnsupportedModelError: the architecture cannot be traced; the message names what it lacks.
         TraceError: the exporter failed, or lost an attention op or a marker.
     """
-    refuse_recurrent_state(source)
+    refuse_unknown_state(source)
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
     masks = layer_masks(source.model, depth)
     with (
         placeholder_weights(source) as placeholders,
         symbolic_operators(source.model, masks, source.quantized),
+        running_layers(source.structure.layers),
+        symbolic_recurrence(source.model),
         _markers(source, range(depth + 1) if every_layer else boundaries),
     ):
         # Two rows of three tokens: a sample dimension of 1 would be taken for a constant.
@@ -104,7 +107,7 @@ def trace(
         inputs = {"input_ids": ids, "position_ids": positions}
         model = export_graph(forward, inputs, ["logits"], source.model, source.name)
     read_when_written(model, source, placeholders)
-    if masks is None:
+    if masks is None and not _only_recurs(model):
         length = max_length or source.context_length or DEFAULT_LENGTH
         ExplicitAttentionPass(length, source.architecture)(model)
     traced = TracedModel(model, boundaries, every_layer, source.architecture)
@@ -130,18 +133,6 @@ def symbolic_operators(
         yield
 
 
-def refuse_recurrent_state(source: SourceModel) -> None:
-    """Raises UnsupportedModelError if the model's state is more than keys and values."""
-    kinds = getattr(source.text_config, "layer_types", None) or ()
-    recurrent = next((kind for kind in kinds if any(name in str(kind) for name in RECURRENT)), None)
-    if recurrent is not None or getattr(source.model, "_is_stateful", False):
-        layers = f" (layers of type {recurrent!r})" if recurrent is not None else ""
-        raise UnsupportedModelError(
-            f"{source.architecture} keeps a recurrent state beside keys and values or instead of them{layers}, so it "
-            "cannot be exported"
-        )
-
-
 class _TracedForward(nn.Module):
     """The model's forward with the graph's two inputs and one output.
 
@@ -152,16 +143,19 @@ class _TracedForward(nn.Module):
     def __init__(self, source: SourceModel, cached: bool):
         super().__init__()
         self.model: PreTrainedModel = source.model
-        self.depth, self.first_position = source.num_layers, source.structure.first_position
+        self.first_position = source.structure.first_position
+        listed = getattr(source.text_config, "num_hidden_layers", None) or 0
+        self.cache_layers = max(source.num_layers, listed)  # some may not run on text
         self.cached = cached
+        self.use_cache = cached and not keeps_state(source)  # with it, some write states into their modules
         parameters = inspect.signature(source.model.forward).parameters.values()
         self.any_option = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self.options = {parameter.name for parameter in parameters}
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        cache = passthrough_cache(self.depth) if self.cached else None
+        cache = passthrough_cache(self.cache_layers) if self.cached else None
         position_ids = position_ids + self.first_position if self.first_position else position_ids
-        options = {"position_ids": position_ids, "past_key_values": cache, "use_cache": self.cached}
+        options = {"position_ids": position_ids, "past_key_values": cache, "use_cache": self.use_cache}
         taken = {name: value for name, value in options.items() if self.any_option or name in self.options}
         return self.model(input_ids=input_ids, **taken).logits
 
@@ -236,19 +230,36 @@ def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
             handle.remove()
 
 
+def _recurs(model: ir.Model) -> bool:
+    return any(nodes_of(model.graph, op_type, DOMAIN) for op_type in STATE_OPERATORS)
+
+
+def _only_recurs(model: ir.Model) -> bool:
+    """Whether the traced layers keep recurrent states and none attends."""
+    return _recurs(model) and not nodes_of(model.graph, "Softmax")
+
+
 def _mark(hidden: torch.Tensor, layer: int) -> torch.Tensor:
     return symbolic(OP_CHECKPOINT, [hidden], {"layer": layer}, hidden.shape)
 
 
 def _check(source: SourceModel, traced: TracedModel) -> None:
-    """Checks that the trace holds every layer's attention and every marker once, in order."""
+    """Checks that the trace holds every layer's attention or state, and every marker once, in order."""
     attention, markers = (
         [node.attributes["layer"].as_int() for node in nodes_of(traced.model.graph, op_type, DOMAIN)]
         for op_type in (OP_ATTENTION, OP_CHECKPOINT)
     )
     depth = traced.boundaries[-1]
-    refuse_ignored_attention(source.model, len(attention), depth)
-    if attention != list(range(depth)):
+    if nodes_of(traced.model.graph, "NonZero"):
+        raise UnsupportedModelError(
+            f"{source.architecture} cannot be exported: it decides by the values of tensors what to compute"
+        )
+    if _recurs(traced.model):
+        once = attention == sorted(set(attention))  # some layers keep a state instead, or neither
+    else:
+        refuse_ignored_attention(source.model, len(attention), depth)
+        once = attention == list(range(depth))
+    if not once:
         raise TraceError(f"{source.architecture}: attention ops are traced for layers {attention}, not 0..{depth - 1}")
     expected = [*(range(depth + 1) if traced.every_layer else traced.boundaries), traced.head_marker]
     if markers != expected:

@@ -23,8 +23,19 @@ struct ModelInfo {
     std::int64_t heads = 0;
     std::int64_t head_dim = 0;
   };
-  std::vector<KvShape> kv_shapes;       // one per layer: of the K/V it reads
+  std::vector<KvShape> kv_shapes;       // one per layer: of the K/V it reads; 0 heads: none
   std::vector<std::int64_t> kv_layers;  // one per layer: the layer whose K/V it reads, its own or an earlier one
+  // A recurrent state of a layer, of which each sequence has one.
+  struct State {
+    std::int64_t layer = 0;
+    std::int64_t number = 0;          // of the layer's states
+    std::vector<std::int64_t> shape;  // of float32
+    std::int64_t undo = 0;            // tokens that can be taken back
+  };
+  std::vector<State> states;  // by layer and number; empty: there are none
+
+  // Tokens of one run, and drafts before it, that the recurrent states can take back; without states, any number.
+  std::int64_t undo() const;
 
   // Layers whose K/V the layers first .. first + count - 1 read, ascending: their own, and earlier ones they share.
   std::vector<std::size_t> kv_read(std::size_t first, std::size_t count) const;
@@ -52,6 +63,13 @@ struct DrafterInfo {
   std::vector<std::int64_t> layers;     // after which it reads hidden states; empty: the model's final state
 };
 
+// The embedding that networks take as an input: a file of its own, on the GPU once for all that read it.
+struct EmbeddingInfo {
+  std::int64_t rows = 0;  // tokens
+  std::int64_t width = 0;
+  bool tied = false;  // whether the head reads it too
+};
+
 // The segment networks and the head, which a bundle for TensorRT holds beside its graph.
 struct NetworksInfo {
   std::string weights;               // precision of their weights, states and K/V: "fp32", "fp16", "bf16"
@@ -64,6 +82,7 @@ struct NetworksInfo {
   std::int64_t max_slot_tokens = 0;  // tokens of each sequence in a run over several, at most
   // Of the layers, stored as "int4" or "fp8"; none: as `weights`.
   std::optional<std::string> matrices;
+  std::optional<EmbeddingInfo> embedding;  // none: each network that reads it holds its own
 };
 
 // An optimization profile: minimum, optimum and maximum tokens of each sequence in a run, and maximum sequences.
@@ -98,6 +117,8 @@ struct EnginesInfo {
   double seconds = 0;                  // that the build took
   std::optional<PluginsInfo> plugins;  // none: built from the functions' bodies instead
   std::optional<std::map<std::string, BuiltEngine>> built;  // by network; none: of an earlier release
+  // By network: bytes of buffers, which are to be updated in place, that a run over one sequence copies.
+  std::map<std::string, std::int64_t> copied;
 };
 
 // Size and hash of one file of the bundle.

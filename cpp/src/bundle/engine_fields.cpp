@@ -20,25 +20,33 @@ std::optional<std::map<std::string, BuiltEngine>> built_of(Field const& field) {
   return built;
 }
 
+std::optional<EmbeddingInfo> embedding_of(Field const& networks) {
+  if (!networks.has("embedding") || networks["embedding"].is_null()) return std::nullopt;
+  Field const field = networks["embedding"];
+  field.object({"rows", "width", "tied"});
+  return EmbeddingInfo{field["rows"].whole(), field["width"].whole(), field["tied"].boolean()};
+}
+
 }  // namespace
 
 std::optional<NetworksInfo> networks_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
   field.object({"weights", "capacity", "state_rows", "max_tokens", "max_logits", "exit_size", "max_batch_size",
-                "max_slot_tokens", "matrices"},
-               {"matrices"});
+                "max_slot_tokens", "matrices", "embedding"},
+               {"matrices", "embedding"});
   std::optional<std::string> matrices;
   if (field.has("matrices") && !field["matrices"].is_null()) matrices = field["matrices"].text();
   return NetworksInfo{field["weights"].text(),         field["capacity"].whole(),        field["state_rows"].whole(),
                       field["max_tokens"].whole(),     field["max_logits"].whole(),      field["exit_size"].whole(),
-                      field["max_batch_size"].whole(), field["max_slot_tokens"].whole(), matrices};
+                      field["max_batch_size"].whole(), field["max_slot_tokens"].whole(), matrices,
+                      embedding_of(field)};
 }
 
 std::optional<EnginesInfo> engines_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
   field.object(
-      {"flavour", "version", "compute_capabilities", "weights_sha256", "profiles", "seconds", "plugins", "built"},
-      {"built"});
+      {"flavour", "version", "compute_capabilities", "weights_sha256", "profiles", "seconds", "plugins", "built", "copied"},
+      {"built", "copied"});
   EnginesInfo engines;
   engines.flavour = field["flavour"].text();
   engines.version = field["version"].text();
@@ -52,6 +60,9 @@ std::optional<EnginesInfo> engines_of(Field const& field) {
   engines.seconds = field["seconds"].real();
   engines.plugins = plugins_of(field["plugins"]);
   if (field.has("built")) engines.built = built_of(field["built"]);
+  if (field.has("copied") && !field["copied"].is_null()) {
+    for (auto const& [name, bytes] : field["copied"].entries()) engines.copied[name] = bytes.whole();
+  }
   return engines;
 }
 

@@ -3,13 +3,13 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 #include <set>
 
 #include "bundle/drafter_fields.h"
 #include "bundle/engine_fields.h"
-#include "bundle/mode_fields.h"
 #include "bundle/fields.h"
+#include "bundle/mode_fields.h"
+#include "bundle/model_fields.h"
 #include "bundle/store.h"
 #include "formatting.h"
 #include "names.h"
@@ -30,33 +30,7 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "engines",    "quantization", "remote_code",
                                           "kv_cache",   "auto",         "drafter",
                                           "files"};
-std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_cache", "auto", "drafter", "kv_layers"};  // or missing
-
-ModelInfo model_of(Field const& field) {
-  field.object({"name", "architecture", "weights_sha256", "num_layers", "hidden_size", "vocab_size", "context_length",
-                "eos_token_ids", "kv_shapes", "kv_layers"},
-               kOmitted);
-  ModelInfo model;
-  model.name = field["name"].text();
-  model.architecture = field["architecture"].text();
-  model.weights_sha256 = field["weights_sha256"].text();
-  model.num_layers = field["num_layers"].whole();
-  model.hidden_size = field["hidden_size"].whole();
-  model.vocab_size = field["vocab_size"].whole();
-  if (!field["context_length"].is_null()) model.context_length = field["context_length"].whole();
-  model.eos_token_ids = field["eos_token_ids"].wholes();
-  model.kv_shapes = field["kv_shapes"].list<ModelInfo::KvShape>([](Field const& entry) {
-    auto const [heads, head_dim] = entry.two_wholes();
-    return ModelInfo::KvShape{heads, head_dim};
-  });
-  if (field.has("kv_layers") && !field["kv_layers"].is_null()) {
-    model.kv_layers = field["kv_layers"].wholes();
-  } else {
-    model.kv_layers.resize(model.kv_shapes.size());
-    std::iota(model.kv_layers.begin(), model.kv_layers.end(), 0);
-  }
-  return model;
-}
+std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_cache", "auto", "drafter"};  // or missing
 
 std::map<std::string, FileInfo> files_of(Field const& field) {
   std::map<std::string, FileInfo> files;
@@ -132,6 +106,14 @@ void check_networks(Manifest const& manifest, Require const& require) {
     bool const fits = networks->max_slot_tokens <= networks->max_tokens / networks->max_batch_size;
     require(networks->max_batch_size == 1 || fits, "networks.max_slot_tokens",
             "must fit max_batch_size times into max_tokens");
+    if (auto const& embedding = networks->embedding) {
+      auto const file = manifest.files.find(kEmbeddingFile);
+      std::int64_t const size = file == manifest.files.end() ? 0 : file->second.size;
+      std::int64_t const item = networks->weights == "fp32" ? 4 : 2, numbers = size / item, width = embedding->width;
+      bool const stored = 1 <= width && width <= numbers && size % item == 0 && numbers % width == 0 &&
+                          numbers / width == embedding->rows;
+      require(stored, "networks.embedding", std::string("must have the shape of the file ") + kEmbeddingFile);
+    }
     std::vector<std::string> all = parts;
     if (manifest.has_drafter_network()) all.push_back(names::kDrafter);
     for (std::string const& part : all) {
@@ -175,6 +157,10 @@ void check_networks(Manifest const& manifest, Require const& require) {
         require(fused <= one.attention_layers, where + ".fused_attention_layers", "must be at most attention_layers");
       }
     }
+    for (auto const& [name, copied] : engines->copied) {
+      bool const is_engine = is_part(name) || (name == names::kDrafter && manifest.files.count(engine_file(name)) == 1);
+      require(is_engine && copied >= 1, "engines.copied." + name, "must be an engine's bytes, 1 or more");
+    }
     for (std::string const& part : parts) {
       std::string const file = engine_file(part);
       require(manifest.files.count(file) == 1, "files", "does not list " + file);
@@ -186,7 +172,8 @@ void check_quantization(std::string const& weights, std::optional<Quantization> 
   std::int64_t const bits = weights == "int8" ? 8 : weights == "int4" ? 4 : 0;
   require(used.has_value() == (bits > 0), "quantization", "must be there for weights int8 and int4 alone");
   if (!used) return;
-  require(used->method == "rtn" || used->method == "gptq", "quantization.method", "is none of rtn, gptq");
+  require(std::set<std::string>{"rtn", "gptq", "checkpoint"}.count(used->method) == 1, "quantization.method",
+          "is none of rtn, gptq, checkpoint");
   require(used->bits == bits, "quantization.bits", "must be " + std::to_string(bits) + " for weights " + weights);
   require(std::set<std::int64_t>{16, 32, 64, 128, 256}.count(used->block_size) == 1, "quantization.block_size",
           "is none of 16, 32, 64, 128, 256");
@@ -205,29 +192,9 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   auto const is_share = [](double value) { return 0 <= value && value <= 1; };
   ModelInfo const& model = manifest.model;
   std::vector<std::int64_t> const& points = manifest.checkpoints;
-  require(model.num_layers >= 1, "model.num_layers", "must be 1 or more");
-  require(model.hidden_size >= 1, "model.hidden_size", "must be 1 or more");
-  require(model.vocab_size >= 1, "model.vocab_size", "must be 1 or more");
-  require(model.context_length.value_or(1) >= 1, "model.context_length", "must be 1 or more");
-  require(all(model.eos_token_ids, [](auto id) { return id >= 0; }), "model.eos_token_ids",
-          "holds a negative token id");
-  require(static_cast<std::int64_t>(model.kv_shapes.size()) == model.num_layers, "model.kv_shapes",
-          "must have one entry per layer");
-  require(all(model.kv_shapes, [](auto shape) { return shape.heads >= 1 && shape.head_dim >= 1; }), "model.kv_shapes",
-          "holds a size below 1");
-  require(model.kv_layers.size() == model.kv_shapes.size(), "model.kv_layers", "must have one entry per layer");
-  for (std::size_t layer = 0; layer < model.kv_layers.size(); ++layer) {
-    std::int64_t const source = model.kv_layers[layer];
-    bool const earlier = 0 <= source && source <= static_cast<std::int64_t>(layer);
-    require(earlier && model.kv_layers[static_cast<std::size_t>(source)] == source, "model.kv_layers",
-            "must name the layer itself, or an earlier one with K/V of its own");
-  }
-  for (std::size_t layer = 0; layer < model.kv_layers.size(); ++layer) {
-    auto const source = static_cast<std::size_t>(model.kv_layers[layer]);
-    ModelInfo::KvShape const shape = model.kv_shapes[layer], read = model.kv_shapes[source];
-    require(shape.heads == read.heads && shape.head_dim == read.head_dim, "model.kv_shapes",
-            "must be equal where layers share K/V");
-  }
+  check_model(model, require);
+  require((!manifest.propagates() && !manifest.networks) || model.states.empty(), "model.states",
+          "are for exact K/V and target onnxruntime alone");
   for (std::size_t i = 1; i < points.size(); ++i) {
     require(points[i - 1] < points[i], "checkpoints", "must be distinct and ascending");
   }
@@ -272,14 +239,6 @@ void check_manifest_size(std::int64_t size, std::string const& source) {
   constexpr std::int64_t kMaxBytes = 1 << 24;  // those of large models have about 1 MB
   if (size <= kMaxBytes) return;
   throw BundleError(source + " is too large: a manifest has at most " + std::to_string(kMaxBytes) + " bytes");
-}
-
-std::vector<std::size_t> ModelInfo::kv_read(std::size_t first, std::size_t count) const {
-  std::set<std::size_t> layers;
-  for (std::size_t layer = first; layer < first + count; ++layer) {
-    layers.insert(static_cast<std::size_t>(kv_layers[layer]));
-  }
-  return {layers.begin(), layers.end()};
 }
 
 std::vector<std::int64_t> Manifest::depths() const {

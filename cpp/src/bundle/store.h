@@ -20,6 +20,7 @@ constexpr char const* kGraphFile = "model.onnx";
 constexpr char const* kDrafterFile = "drafter.onnx";
 constexpr char const* kWeightsFile = "model.onnx.data";
 constexpr char const* kSegmentsWeightsFile = "segments/weights.data";
+constexpr char const* kEmbeddingFile = "segments/embedding.data";  // the matrix of the networks' input `embedding`
 
 // Throws BundleError: `size` is above the most bytes of a manifest.
 void check_manifest_size(std::int64_t size, std::string const& source);

@@ -37,8 +37,10 @@ NetworkSpec graph_spec(Manifest const& manifest, std::int64_t exit_size) {
   }
   std::vector<std::size_t> const layers = model.kv_read(0, model.kv_shapes.size());
   add_pages(spec, manifest, layers, layers);
+  add_states(spec, manifest, states_of(manifest, {0, model.kv_shapes.size()}));
   for (Tensor& tensor : spec.tensors) {  // of one sequence
-    if (tensor.name == names::kSequenceLengths || tensor.name == names::kPageTable) tensor.shape[0] = 1;
+    bool const of_sequences = tensor.name == names::kSequenceLengths || tensor.name == names::kPageTable;
+    if (of_sequences || tensor.name == names::kStatePlaces) tensor.shape[0] = 1;
   }
   return spec;
 }
@@ -71,6 +73,7 @@ class GraphSequence final : public Sequence {
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t, std::int64_t logits_to_keep,
                   bool full) override {
     sequence_.states = states;
+    sequence_.settled = settled;
     return graph_.step(sequence_, ids, count, logits_to_keep, full);
   }
   void rewind(std::int64_t length) override { sequence_.rewind(length); }

@@ -53,7 +53,9 @@ std::vector<StepResult> PagedBatch::step(std::vector<SlotRequest> const& request
 
 // The step graph returns the logits of a sequence's exit even where the last segment had to run.
 bool PagedBatch::runs_alone(SlotRequest const& request) const {
-  bool const has_limit = sequences_[request.slot]->rule.max_pending != kNoLimit;
+  PagedSequence const& sequence = *sequences_[request.slot];
+  bool const has_limit = sequence.rule.max_pending != kNoLimit;
+  if (sequence.exit_state) return false;  // of which the graph gives none
   return !request.verifies || request.request.full || !has_limit;
 }
 
@@ -209,6 +211,7 @@ std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
   }
   auto const vocabulary = static_cast<std::size_t>(logits_.shape().back());
   float const* logits = logits_.data<float>();
+  float const* exits = exit_states_.data();
   std::vector<StepResult> step_results;
   for (SlotStep& one : all) {
     one.sequence->final_states.swap(one.final_states);
@@ -221,6 +224,8 @@ std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
     result.states = one.sequence->final_states.data();
     result.state_rows = one.sequence->final_states.size() / width;
     result.state_width = width;
+    exits += one.exit_states.size();
+    result.exit_state = exits - width;
     step_results.push_back(result);
     logits += result.rows * vocabulary;
   }
@@ -234,16 +239,7 @@ void PagedBatch::commit(std::vector<SlotStep>& all) {
     std::vector<float> const& pending = one.sequence->pending[one.segments_run];
     one.states.insert(one.states.begin(), pending.begin(), pending.end());
   }
-  for (SlotStep& one : all) {
-    PagedSequence& sequence = *one.sequence;
-    for (std::size_t k = 0; k < segments_.size(); ++k) {
-      if (k >= one.segments_run && !propagates_) break;
-      if (k >= one.segments_run) sequence.skipped[k] += one.total - sequence.lengths[k];
-      sequence.lengths[k] = one.total;
-      sequence.pending[k].clear();
-    }
-    if (!propagates_ && one.segments_run < segments_.size()) sequence.pending[one.segments_run] = std::move(one.states);
-  }
+  for (SlotStep& one : all) one.sequence->ran(one.segments_run, one.total, std::move(one.states));
 }
 
 }  // namespace tide

@@ -27,6 +27,7 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::int64_t e
   }
   Layers const layers = layers_of(manifest, k);
   add_pages(spec, manifest, manifest.model.kv_read(layers.first, layers.count), kv_written(manifest, k));
+  add_states(spec, manifest, states_of(manifest, layers));
   return spec;
 }
 
@@ -65,6 +66,26 @@ std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k) {
   std::vector<std::size_t> written = manifest.model.kv_read(layers.first, layers.count);
   written.erase(written.begin(), std::lower_bound(written.begin(), written.end(), layers.first));
   return written;
+}
+
+std::vector<std::size_t> states_of(Manifest const& manifest, Layers const& layers) {
+  std::vector<std::size_t> numbers;
+  for (std::size_t i = 0; i < manifest.model.states.size(); ++i) {
+    auto const layer = static_cast<std::size_t>(manifest.model.states[i].layer);
+    if (layers.first <= layer && layer < layers.first + layers.count) numbers.push_back(i);
+  }
+  return numbers;
+}
+
+void add_states(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& numbers) {
+  if (!numbers.empty()) spec.tensors.push_back({names::kStatePlaces, true, "int64", {kTokens, 2}});
+  for (std::size_t const number : numbers) {
+    ModelInfo::State const& state = manifest.model.states[number];
+    std::vector<std::int64_t> shape = state.shape;
+    shape.insert(shape.begin(), kTokens);
+    spec.tensors.push_back({names::states(state.layer, state.number), true, "float32", shape});
+    spec.tensors.push_back({names::new_states(state.layer, state.number), false, "float32", shape});
+  }
 }
 
 void add_pages(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& read,

@@ -26,6 +26,12 @@ std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k);
 // The last dimension of a tensor; 0, which none has, where it is not a number or there is no such tensor.
 std::int64_t last_dimension(std::vector<Tensor> const& tensors, char const* name);
 
+// Numbers of the recurrent states of the model that are of these layers.
+std::vector<std::size_t> states_of(Manifest const& manifest, Layers const& layers);
+
+// Adds the recurrent states of these numbers to a specification, as inputs and outputs.
+void add_states(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& numbers);
+
 // Adds the pages of `layers` to a specification: those that are read as inputs, and as outputs those that are written.
 void add_pages(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& read,
                std::vector<std::size_t> const& written);

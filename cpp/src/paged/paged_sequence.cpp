@@ -1,9 +1,11 @@
 #include "paged/paged_sequence.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "request.h"
+#include "tide/errors.h"
 
 namespace tide {
 
@@ -12,9 +14,15 @@ PagedSequence::PagedSequence(Manifest const& manifest, PagePool& pool, ExitRule 
       rule(std::move(exit_rule)),
       skipped(lengths.size()),
       pending(lengths.size()),
-      pool_(pool) {}
+      pool_(pool),
+      kept_from_(lengths.size()) {
+  if (!manifest.model.states.empty()) pool.states.take(1, place_);
+}
 
-PagedSequence::~PagedSequence() { release_after(0); }
+PagedSequence::~PagedSequence() {
+  release_after(0);
+  for (Page const place : place_) pool_.states.release(place);
+}
 
 std::vector<std::int64_t> PagedSequence::computed() const {
   std::vector<std::int64_t> tokens = lengths;
@@ -24,7 +32,16 @@ std::vector<std::int64_t> PagedSequence::computed() const {
 
 void PagedSequence::rewind(std::int64_t length) {
   std::vector<std::int64_t> const before = lengths;
+  std::int64_t from = 0;
+  for (std::size_t k = 0; k < lengths.size(); ++k) {
+    if (length < before[k]) from = std::max(from, kept_from_[k]);
+  }
+  if (0 < length && length < from && !place_.empty()) {
+    throw GenerationError("a sequence with recurrent states cannot be rewound to " + std::to_string(length) +
+                          " tokens: they are known after " + std::to_string(from) + " and more, or after none");
+  }
   SequenceState::rewind(length);
+  if (length == 0) std::fill(kept_from_.begin(), kept_from_.end(), 0);
   auto const width = static_cast<std::size_t>(manifest_.model.hidden_size);
   for (std::size_t k = 1; k < lengths.size(); ++k) {
     auto const left = static_cast<std::size_t>(std::max<std::int64_t>(length - before[k], 0));
@@ -42,6 +59,18 @@ std::int64_t PagedSequence::reserve(std::size_t count) {
   std::size_t const needed = pages_of(total);
   if (needed > pages_.size()) pool_.take(needed - pages_.size(), pages_);
   return total;
+}
+
+void PagedSequence::ran(std::size_t segments_run, std::int64_t total, std::vector<float> new_pending) noexcept {
+  std::int64_t const undo = manifest_.model.undo();
+  for (std::size_t k = 0; k < lengths.size(); ++k) {
+    if (k >= segments_run && !manifest_.propagates()) break;
+    if (k >= segments_run) skipped[k] += total - lengths[k];
+    kept_from_[k] = std::max({kept_from_[k], std::min(settled, lengths[k]), total - undo});
+    lengths[k] = total;
+    pending[k].clear();
+  }
+  if (segments_run < lengths.size() && !manifest_.propagates()) pending[segments_run] = std::move(new_pending);
 }
 
 void PagedSequence::begin(std::vector<Page> const& shared, std::int64_t length) {

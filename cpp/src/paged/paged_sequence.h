@@ -1,4 +1,4 @@
-// One sequence: its page table, pending states before each segment, and lengths. It has no bindings: the step graph and
+// One sequence: its page table, place for recurrent states, pending states before each segment, and lengths. It has no bindings: the step graph and
 // the segment networks run it alike.
 #pragma once
 
@@ -26,11 +26,16 @@ class PagedSequence final : public SequenceState {
   void rewind(std::int64_t length) override;
 
   std::vector<Page> const& pages() const { return pages_; }
+  Page place() const { return place_.empty() ? 0 : place_[0]; }  // of its recurrent states, if the model keeps any
 
   // Takes pages for `count` more tokens, and copies what the step will write to and others share. Returns the tokens of
   // the sequence with them. Throws GenerationError: no tokens, more than the model's context holds, or no free page; the
   // sequence is then as before.
   std::int64_t reserve(std::size_t count);
+
+  // Ends a step: segments 0 .. segments_run - 1 ran and the sequence has `total` tokens. new_pending: states before the
+  // first segment that did not run.
+  void ran(std::size_t segments_run, std::int64_t total, std::vector<float> new_pending) noexcept;
 
   // Begins this empty sequence with `length` tokens, which every segment ran over, in pages that it shares.
   void begin(std::vector<Page> const& shared, std::int64_t length);
@@ -40,6 +45,8 @@ class PagedSequence final : public SequenceState {
 
   PagePool& pool_;
   std::vector<Page> pages_;
+  std::vector<Page> place_;            // one, or none
+  std::vector<std::int64_t> kept_from_;  // of each segment: its recurrent states are known after so many tokens and more
 };
 
 }  // namespace tide

@@ -24,9 +24,10 @@ std::vector<std::size_t> layers_read(Manifest const& manifest, std::size_t k, bo
 
 }  // namespace
 
-PageBindings::PageBindings(Ort::IoBinding& binding, PagePool const& pool, std::vector<std::size_t> const& read,
-                           std::vector<std::size_t> const& written)
-    : binding_(binding) {
+PageBindings::PageBindings(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
+                           std::vector<std::size_t> const& read, std::vector<std::size_t> const& written,
+                           std::vector<std::size_t> const& states)
+    : binding_(binding), has_states_(!states.empty()) {
   for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
     char const* const name = names::kKinds[kind];
     for (std::size_t const layer : read) {
@@ -36,15 +37,22 @@ PageBindings::PageBindings(Ort::IoBinding& binding, PagePool const& pool, std::v
       binding_.BindOutput(names::new_pages(layer, name).c_str(), pool.tensor(layer, kind));
     }
   }
+  for (std::size_t const number : states) {
+    auto const& [layer, of_layer, shape, undo] = manifest.model.states[number];
+    binding_.BindInput(names::states(layer, of_layer).c_str(), pool.states.tensor(number));
+    binding_.BindOutput(names::new_states(layer, of_layer).c_str(), pool.states.tensor(number));
+  }
 }
 
 void PageBindings::clear() {
   lengths_.clear();
+  places_.clear();
   sequences_.clear();
 }
 
 void PageBindings::add(PagedSequence const& sequence, std::int64_t total) {
   lengths_.push_back(total);
+  places_.insert(places_.end(), {sequence.place(), sequence.settled});
   sequences_.push_back(&sequence);
 }
 
@@ -71,6 +79,7 @@ void PageBindings::bind() {
     auto const rows = static_cast<std::int64_t>(count);
     binding_.BindInput(names::kSequenceLengths, view(memory_, lengths_.data(), {rows}));
     binding_.BindInput(names::kPageTable, view(memory_, table_.data(), {rows, static_cast<std::int64_t>(width_)}));
+    if (has_states_) binding_.BindInput(names::kStatePlaces, view(memory_, places_.data(), {rows, 2}));
     bound_ = count;
   }
   auto row = table_.begin();
@@ -89,7 +98,8 @@ NetworkRun::NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePo
       hidden_size_(manifest.model.hidden_size),
       exit_size_(static_cast<std::int64_t>(sessions.exit_size)),
       binding_(session_),
-      pages_(binding_, pool, layers_read(manifest, k, skipped), kv_written(manifest, k)) {}
+      pages_(binding_, manifest, pool, layers_read(manifest, k, skipped), kv_written(manifest, k),
+             skipped ? std::vector<std::size_t>() : states_of(manifest, layers_of(manifest, k))) {}
 
 void NetworkRun::run(std::vector<Part> const& parts, std::int64_t* ids) {
   std::int64_t const tokens = prepare(parts);

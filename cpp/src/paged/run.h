@@ -20,12 +20,13 @@ struct Part {
   float threshold;      // for its score, which is of one position; not read by the last segment
 };
 
-// The inputs by which a network finds the pages of sequences, and its bindings to the pool.
+// The inputs by which a network finds the pages and recurrent states of sequences, and its bindings to the pool.
 class PageBindings {
  public:
-  // Binds the pages of the layers that are read and written to the memory of `pool`.
-  PageBindings(Ort::IoBinding& binding, PagePool const& pool, std::vector<std::size_t> const& read,
-               std::vector<std::size_t> const& written);
+  // Binds the pages of the layers that are read and written, and the states of these numbers, to the memory of `pool`.
+  PageBindings(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
+               std::vector<std::size_t> const& read, std::vector<std::size_t> const& written,
+               std::vector<std::size_t> const& states);
 
   // Adds the next sequence, with its tokens after the run.
   void add(PagedSequence const& sequence, std::int64_t total);
@@ -39,6 +40,8 @@ class PageBindings {
   std::vector<std::int64_t> lengths_;
   std::vector<PagedSequence const*> sequences_;
   std::vector<Page> table_;
+  bool const has_states_;
+  std::vector<std::int64_t> places_;  // of states, and tokens that are settled
   std::size_t bound_ = 0, width_ = 0;  // sequences and pages of each that are bound
 };
 

@@ -28,7 +28,8 @@ StepGraph::StepGraph(Ort::Session& session, Manifest const& manifest, PagePool c
     : session_(session),
       manifest_(manifest),
       binding_(session),
-      pages_(binding_, pool, all_layers(manifest), all_layers(manifest)),
+      pages_(binding_, manifest, pool, all_layers(manifest), all_layers(manifest),
+             states_of(manifest, {0, manifest.model.kv_shapes.size()})),
       propagates_(manifest.propagates()),
       depths_(manifest.depths()),
       exit_thresholds_(manifest.checkpoints.size()),
@@ -72,7 +73,7 @@ StepResult StepGraph::step(PagedSequence& sequence, std::int64_t const* ids, std
     bool const leaves_pending = !pending_.empty() && segments_run < depths_.size();
     std::vector<Ort::Value> outputs;
     if (leaves_pending || num_logits_ > 1 || states_bound_) outputs = binding_.GetOutputValues();
-    std::size_t const first = 2 * all_layers(manifest_).size();
+    std::size_t const first = 2 * all_layers(manifest_).size() + manifest_.model.states.size();
     rows_ = num_logits_ > 1 ? std::move(outputs[first + (pending_.empty() ? 0 : 1)]) : Ort::Value(nullptr);
     result.rows = rows_ ? static_cast<std::size_t>(rows_.shape()[0]) : 1;
     result.logits = rows_ ? rows_.data<float>() : logits_.data();
@@ -89,7 +90,7 @@ StepResult StepGraph::step(PagedSequence& sequence, std::int64_t const* ids, std
       pending.assign(states, states + outputs[first].count());
     }
     no_pending_output_ = !leaves_pending;
-    commit(sequence, segments_run, total, std::move(pending));
+    sequence.ran(segments_run, total, std::move(pending));
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed at token " + std::to_string(total) + ": " + first_line(error));
   }
@@ -154,18 +155,6 @@ void StepGraph::select_logits(std::int64_t count) {
     binding_.BindOutput(names::kLogits, view(memory_, logits_.data(), {1, manifest_.model.vocab_size}));
   }
   num_logits_ = count;
-}
-
-// Updates the sequence at the end of a step, when nothing can fail any more.
-void StepGraph::commit(PagedSequence& sequence, std::size_t segments_run, std::int64_t total,
-                       std::vector<float> pending) {
-  for (std::size_t k = 0; k < depths_.size(); ++k) {
-    if (k >= segments_run && !propagates_) break;
-    if (k >= segments_run) sequence.skipped[k] += total - sequence.lengths[k];
-    sequence.lengths[k] = total;
-    sequence.pending[k].clear();
-  }
-  if (!pending.empty()) sequence.pending[segments_run] = std::move(pending);
 }
 
 }  // namespace tide

@@ -39,7 +39,6 @@ class StepGraph {
   void bind_ids(std::int64_t const* ids, std::size_t count);
   void set_thresholds(PagedSequence const& sequence, std::int64_t total, bool full);
   void select_logits(std::int64_t count);
-  void commit(PagedSequence& sequence, std::size_t segments_run, std::int64_t total, std::vector<float> pending);
 
   Ort::Session& session_;
   Manifest const& manifest_;

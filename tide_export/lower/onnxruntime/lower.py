@@ -22,6 +22,7 @@ from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPa
 from tide_export.lower.onnxruntime.paged_attention import PagedAttentionFunctionsPass
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass, quantized_names
 from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
+from tide_export.lower.onnxruntime.state_functions import StateFunctionsPass
 from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.trace.rewriting import remove_unused, run_passes
@@ -56,6 +57,7 @@ def lower_for_onnxruntime(
         GatedMatMulsPass(),
         SkipNormsPass(),
         PagedAttentionFunctionsPass(),
+        StateFunctionsPass(),
     )
     remove_unused(model)
     used = {name for node in model.graph.all_nodes() for name in quantized_names(node)}

@@ -20,14 +20,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.attention import attention_implementation, does_not_use_interface
 from tide_export.names import OP_ATTENTION
-from tide_export.trace.attention.masks import Mask
+from tide_export.trace.attention.indexed import chosen_keys, without_indexers
+from tide_export.trace.attention.masks import Mask, refuse_additions
+from tide_export.trace.running_layer import RUNNING
 from tide_export.trace.symbolic import symbolic
 
 IMPLEMENTATION = "tide_export"
 HEAD_DIM_STEP = 8  # kernels read whole vectors; ONNX Runtime's requires a multiple of 8
-
-# Keyword arguments that change what attention computes and that no target lowers yet.
-_UNSUPPORTED = {"position_bias": "a position bias", "alibi": "ALiBi", "head_mask": "head masks"}
 
 
 @contextmanager
@@ -42,8 +41,9 @@ def symbolic_attention(model: PreTrainedModel, masks: Sequence[Mask | None]) -> 
         UnsupportedModelError: the architecture accepts no other attention than its default.
     """
     AttentionInterface.register(IMPLEMENTATION, emitter(masks))
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
-    with attention_implementation(model, IMPLEMENTATION):
+    mask = Mask("causal") if chosen_keys(model) else None  # indexers slice it
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: mask)
+    with attention_implementation(model, IMPLEMENTATION), without_indexers(model):
         yield
 
 
@@ -61,11 +61,7 @@ def emitter(masks: Sequence[Mask | None]) -> Callable:
         s_aux: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        for name, feature in _UNSUPPORTED.items():
-            if kwargs.get(name) is not None:
-                raise UnsupportedModelError(
-                    f"{type(module).__name__} attends with {feature}, which cannot be exported yet"
-                )
+        refuse_additions(module, kwargs)
         batch, heads, length, query_dim = query.shape
         value_dim = value.shape[-1]
         # One width for all three: zeros in queries and keys add nothing to a product, those in values are sliced off.
@@ -74,7 +70,8 @@ def emitter(masks: Sequence[Mask | None]) -> Callable:
         query, key, value = (
             functional.pad(t, (0, head_dim - t.shape[-1])) if t.shape[-1] < head_dim else t for t in (query, key, value)
         )
-        layer = int(getattr(module, "layer_idx", -1))
+        running = RUNNING.get()
+        layer = int(getattr(module, "layer_idx", -1)) if running is None else running
         attributes: dict[str, Any] = {
             "layer": layer,
             "num_heads": int(heads),

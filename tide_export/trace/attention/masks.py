@@ -6,7 +6,7 @@ passes to every mask function is evaluated at many pairs of positions, also far 
 three known forms. Any other is refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,14 @@ from transformers.masking_utils import AttentionMaskInterface
 from tide_export.errors import TideError, UnsupportedModelError
 from tide_export.model.attention import attention_implementation
 from tide_export.model.structure import input_device
+from tide_export.trace.attention.indexed import without_indexers
 
 IMPLEMENTATION = "tide_export_masks"
+
+UNKNOWN = -1  # the layer of a module that does not know it
+
+# Keyword arguments that change what attention computes and that no target lowers yet.
+_ADDITIONS = {"position_bias": "a position bias", "alibi": "ALiBi", "head_mask": "head masks"}
 
 # The rule of `transformers.masking_utils`: batch, head, query position, key position -> whether it is attended.
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -47,8 +53,9 @@ class Mask:
         return causal
 
     def __getitem__(self, index: tuple) -> "Mask":
-        """Itself for slices that keep everything, which is all that a model may do with its masks."""
-        if any(part not in (slice(None), slice(0, None)) for part in index):
+        """Itself for slices that keep everything, which is all that a model may do with its masks; 0 is the one for all
+        heads."""
+        if any(part not in (slice(None), slice(0, None), 0) for part in index):
             raise TypeError("a mask's form has no parts")
         return self
 
@@ -64,7 +71,8 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] |
     Runs the model on two tokens with attention that computes nothing.
 
     Returns:
-        None for a model that computes attention itself: it is matched in the trace instead.
+        None for a model that computes attention itself, or whose masks are of layers that are not known: its attention
+        is matched in the trace instead.
 
     Raises:
         UnsupportedModelError: a layer's mask has none of the forms above, or the architecture accepts no other
@@ -86,7 +94,9 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] |
                     "exported"
                 ) from error
     # transformers decides by the names of classes whether a model uses the interface; this one never called it.
-    return tuple(seen.get(layer) for layer in range(depth)) if seen else None
+    if not seen or seen.get(UNKNOWN) not in (None, Mask("causal")):
+        return None
+    return tuple(seen.get(layer) for layer in range(depth))
 
 
 def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
@@ -106,6 +116,13 @@ def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
     return next((form for form in forms if torch.equal(form.attends(query, key), attended)), None)
 
 
+def refuse_additions(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError if `arguments` of an attention function change its scores beside the mask."""
+    for name, feature in _ADDITIONS.items():
+        if arguments.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} attends with {feature}, which cannot be exported yet")
+
+
 @contextmanager
 def _recording(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator[None]:
     """While open, forward passes of `model` fill `seen` with the mask of each layer and compute no attention."""
@@ -113,6 +130,7 @@ def _recording(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
 
     def attend(module: nn.Module, query: torch.Tensor, key, value: torch.Tensor, attention_mask: Any, **kwargs):
+        refuse_additions(module, kwargs)
         if isinstance(attention_mask, _UnknownMask):
             raise UnsupportedModelError(
                 f"{kind} masks attention in a way that is neither causal nor a sliding window nor blocks of tokens, "
@@ -126,7 +144,8 @@ def _recording(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator
             raise UnsupportedModelError(
                 f"{kind} attends to later tokens in {type(module).__name__}, so it cannot be exported"
             )
-        seen[int(getattr(module, "layer_idx", -1))] = attention_mask
+        number = getattr(module, "layer_idx", None)
+        seen[UNKNOWN if number is None else int(number)] = attention_mask
         batch, heads, length, _ = query.shape
         return query.new_zeros(batch, length, heads, value.shape[-1]), None
 
@@ -135,5 +154,5 @@ def _recording(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator
 
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, mask)
-    with attention_implementation(model, IMPLEMENTATION):
+    with attention_implementation(model, IMPLEMENTATION), without_indexers(model):
         yield

@@ -1,0 +1,100 @@
+"""What a sequence with recurrent states can do beside decoding: go back, read its prompt in parts, share a batch."""
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from families import build
+from tiny_configs import CHECKPOINTS
+from tiny_engines import engine_of, pieces_of
+
+from tide_export.bundle.manifest import INT8_KV
+from tide_export.config import TideConfig
+from tide_export.errors import ConfigError, GenerationError, UnsupportedModelError
+from tide_export.pipeline.flow import export
+from tide_export.routers.random_routers import random_routers
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.scheduler import SchedulerLimits
+from tide_export.serving.service import default_prefix_cache_bytes
+
+FAMILY = "qwen3_5 (text)"  # convolutions, the delta rule and attention
+UNDO = 32
+TEXT = [(i * 37) % 500 + 3 for i in range(120)]
+OPTIONS = {"max_new_tokens": 20, "stop_token_ids": []}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    source = build(FAMILY)
+    routers = random_routers(source, CHECKPOINTS, TEXT[:40], bottleneck=16)
+    folder = tmp_path_factory.mktemp("recurrent") / "bundle"
+    return engine_of(source, routers, folder, pieces_of(source, CHECKPOINTS), batch=True, kv_cache=INT8_KV)
+
+
+def logits_after(engine: Engine, ids: list[int]) -> np.ndarray:
+    return np.array(engine.start([2.0] * len(CHECKPOINTS)).step(ids, full=True).logits[-1])
+
+
+def test_a_sequence_goes_back_as_far_as_its_log(engine: Engine) -> None:
+    state, random = engine.start([2.0] * len(CHECKPOINTS)), Random(3)
+    state.step(TEXT[:50], full=True)
+    length = 50
+    for _ in range(12):
+        drafts = random.randint(1, UNDO)
+        state.step([7] * drafts, full=True)
+        kept = random.randint(0, min(3, drafts))
+        state.rewind(length)
+        found = np.array(state.step(TEXT[length : length + kept + 1], full=True).logits[-1])
+        length += kept + 1
+        np.testing.assert_array_equal(found, logits_after(engine, TEXT[:length]))
+
+
+def test_it_goes_no_further(engine: Engine) -> None:
+    state = engine.start([2.0] * len(CHECKPOINTS))
+    state.step(TEXT, full=True)
+    state.rewind(len(TEXT) - UNDO)
+    state.step(TEXT[len(TEXT) - UNDO :], full=True)
+    with pytest.raises(GenerationError, match="cannot be rewound to 87 tokens: they are known after 88 and more, or"):
+        state.rewind(len(TEXT) - UNDO - 1)
+    assert state.length == len(TEXT)
+    state.rewind(0)
+    found = np.array(state.step(TEXT[:9], full=True).logits[-1])
+    np.testing.assert_array_equal(found, logits_after(engine, TEXT[:9]))
+
+
+@pytest.mark.parametrize("mode", ["exit", "full", "lossless"])
+def test_a_prompt_that_is_read_in_parts(engine: Engine, mode: str) -> None:
+    threshold = {"threshold": 0.5, "min_layers": 0} if mode == "exit" else {}
+    expected = [engine.generate(TEXT[:count], mode=mode, **threshold, **OPTIONS).tokens for count in (120, 7, 64)]
+    scheduler = engine.scheduler(SchedulerLimits(slots=2, prompt_tokens=16))
+    handles = [scheduler.submit(TEXT[:count], mode=mode, **threshold, **OPTIONS) for count in (120, 7, 64)]
+    assert [handle.result().tokens for handle in handles] == expected
+
+
+def test_long_drafts_stay_within_the_log(engine: Engine) -> None:
+    """Texts that repeat themselves, so that prompt lookup drafts as much as it may, and is wrong in the end."""
+    repeated = (TEXT[:23] * 5)[:100]
+    full = engine.generate(repeated, mode="full", **OPTIONS)
+    options = OPTIONS | {"prompt_lookup": 200, "max_pending": 200, "threshold": 0.0}
+    found = engine.generate(repeated, mode="lossless", **options)
+    assert found.tokens == full.tokens
+    assert found.stats.drafted > found.stats.accepted
+
+
+def test_there_is_no_prefix_cache(engine: Engine) -> None:
+    assert default_prefix_cache_bytes(engine) == 0
+    with pytest.raises(GenerationError, match="prefix_cache_bytes is for models whose state is keys and values alone"):
+        engine.scheduler(SchedulerLimits(prefix_cache_bytes=2**24))
+
+
+def test_what_such_a_model_cannot_be_exported_for(tmp_path: Path) -> None:
+    build(FAMILY).model.save_pretrained(tmp_path / "model")
+    model, output = str(tmp_path / "model"), tmp_path / "out"
+    with pytest.raises(
+        UnsupportedModelError, match="keeps recurrent states, which TensorRT's networks cannot take back"
+    ):
+        export(model, output, targets=("onnxruntime", "tensorrt"), engines=False)
+    with pytest.raises(ConfigError, match="keeps recurrent states, which need every token: take exact"):
+        export(model, output, config=TideConfig(kv_cache_strategy="propagate"))
+    assert not output.exists()

@@ -1,0 +1,75 @@
+"""What `tide.json` says of the source model, and the ranges of these fields."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """A recurrent state of a layer, which each sequence has one of (see `compose.states`)."""
+
+    layer: int
+    number: int  # of the layer's states, from 0
+    shape: tuple[int, ...]  # of float32
+    undo: int  # tokens that can be taken back
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a runtime needs to know of the source model."""
+
+    name: str  # as given to `export`: a hub id or a folder
+    architecture: str  # e.g. "LlamaForCausalLM"
+    weights_sha256: str
+    num_layers: int
+    hidden_size: int  # width of the states between segments: hidden states, and what else later layers read of a token
+    vocab_size: int
+    context_length: int | None  # tokens; None: the model sets no limit
+    eos_token_ids: tuple[int, ...]
+    kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim) of the K/V it reads; (0, 0): none
+    kv_layers: tuple[int, ...] | None = None  # per layer, the layer whose K/V it reads; None: each its own
+    states: tuple[StateInfo, ...] | None = None  # of layers, in their order; None, and then not written: there are none
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the recurrent states of a sequence, with what it takes to take tokens back."""
+        return sum(FLOAT_BYTES * prod(state.shape) for state in self.states or ())
+
+    def kv_read(self, layers: range) -> list[int]:
+        """Layers whose K/V `layers` read, ascending: their own, and those of earlier layers that they share."""
+        sources = range(self.num_layers) if self.kv_layers is None else self.kv_layers
+        return sorted({sources[layer] for layer in layers if self.kv_shapes[layer] != (0, 0)})
+
+
+def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> None:
+    """Checks ranges, and fields that must agree; `require` takes what must hold, the field and the rule."""
+    for name in ("num_layers", "hidden_size", "vocab_size"):
+        require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
+    require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
+    require(all(i >= 0 for i in model.eos_token_ids), "model.eos_token_ids", "holds a negative token id")
+    require(len(model.kv_shapes) == model.num_layers, "model.kv_shapes", "must have one entry per layer")
+    holds_kv = all((h >= 1 and d >= 1) or h == d == 0 for h, d in model.kv_shapes)
+    require(holds_kv, "model.kv_shapes", "holds a size below 1, and not 0 for both")
+    sources = tuple(range(model.num_layers)) if model.kv_layers is None else model.kv_layers
+    require(len(sources) == model.num_layers, "model.kv_layers", "must have one entry per layer")
+    require(
+        all(0 <= source <= layer and sources[source] == source for layer, source in enumerate(sources)),
+        "model.kv_layers",
+        "must name the layer itself, or an earlier one with K/V of its own",
+    )
+    require(
+        all(model.kv_shapes[source] == shape for source, shape in zip(sources, model.kv_shapes, strict=True)),
+        "model.kv_shapes",
+        "must be equal where layers share K/V",
+    )
+    states = model.states or ()
+    places = [(state.layer, state.number) for state in states]
+    require(places == sorted(set(places)), "model.states", "must be distinct and ascending")
+    require(all(0 <= state.layer < model.num_layers for state in states), "model.states", "holds no layer of the model")
+    require(all(state.number >= 0 for state in states), "model.states", "holds a number below 0")
+    require(all(state.undo >= 1 for state in states), "model.states", "holds an undo below 1")
+    shaped = all(state.shape and min(state.shape) >= 1 for state in states)
+    require(shaped, "model.states", "holds a size below 1, or no shape")

@@ -1,0 +1,41 @@
+"""Lets attention to chosen keys be traced as attention to all, which it is for sequences that are short enough.
+
+Some models (DeepSeek V3.2, GLM 5, MiniMax M3) have an indexer beside each attention, which scores all keys for every
+query; the best N alone are attended to. Of N keys or fewer these are all, and `pipeline.contents` allows no longer
+sequences.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def chosen_keys(model: PreTrainedModel) -> dict[nn.Module, int]:
+    """The model's indexers, and how many keys each chooses for a query."""
+    found = {}
+    for module in model.modules():
+        if isinstance(count := getattr(module, "index_topk", None), int):
+            found[module] = count
+        elif isinstance(blocks := getattr(module, "topk_blocks", None), int):
+            found[module] = blocks * int(module.block_size)  # type: ignore[arg-type]
+    return found
+
+
+@contextmanager
+def without_indexers(model: PreTrainedModel) -> Iterator[None]:
+    """While open, indexers compute nothing: attention that is replaced reads no choice."""
+
+    def choose(hidden_states: torch.Tensor, *_, **__) -> torch.Tensor:
+        return hidden_states.new_zeros(1, dtype=torch.int32)
+
+    indexers = list(chosen_keys(model))
+    try:
+        for indexer in indexers:
+            indexer.forward = choose
+        yield
+    finally:
+        for indexer in indexers:
+            del indexer.forward
