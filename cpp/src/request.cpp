@@ -72,6 +72,7 @@ std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig c
   if (config.max_pending) limits.max_drafts = whole_number("max_pending", *config.max_pending, 0);
   if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);
   if (config.drafter) limits.drafter = whole_number("drafter", *config.drafter, 0);
+  limits.undo(bundle.manifest.model.undo());
   if (bundle.manifest.propagates()) {
     throw GenerationError("mode 'lossless' needs an exact K/V cache, and bundle " + bundle.path.string() +
                           " propagates: export it with kv_cache_strategy exact");
@@ -103,14 +104,18 @@ std::vector<std::optional<std::int64_t>> seeds_of(GenerationConfig const& config
                         " prompts: give one for each, or one for all");
 }
 
-// Throws if logit_bias or logprobs does not fit the vocabulary.
+// Throws if logit_bias, logprobs or prompt_logprobs does not fit the vocabulary.
 void check_logits(Manifest const& manifest, GenerationConfig const& config) {
   std::vector<std::int64_t> biased;
   for (auto const& [id, bias] : config.logit_bias) biased.push_back(id);
   check_vocabulary(manifest, biased, "logit_bias");
-  if (!config.logprobs || *config.logprobs <= manifest.model.vocab_size) return;
-  throw GenerationError("logprobs must be a whole number from 0 to " + std::to_string(manifest.model.vocab_size) +
-                        ", not " + std::to_string(*config.logprobs));
+  std::pair<char const*, std::optional<std::int64_t>> const counts[] = {{"logprobs", config.logprobs},
+                                                                        {"prompt_logprobs", config.prompt_logprobs}};
+  for (auto const& [name, count] : counts) {
+    if (!count || whole_number(name, *count, 0) <= manifest.model.vocab_size) continue;
+    throw GenerationError(std::string(name) + " must be a whole number from 0 to " +
+                          std::to_string(manifest.model.vocab_size) + ", not " + std::to_string(*count));
+  }
 }
 
 // The tokens that end a generation.
@@ -152,10 +157,11 @@ Request::Request(Bundle const& bundle, GenerationConfig const& config, std::opti
   stop = stop_strings(config);
   detokenizer = config.detokenizer;
   states = config.states;
-  if (states && mode != Mode::full) {
-    throw GenerationError("states is for mode 'full', where every token has a final state, not '" +
-                          std::string(name_of(mode)) + "'");
+  if (states && mode != Mode::full && mode != Mode::exit) {
+    throw GenerationError("states is for modes 'full' and 'exit', not '" + std::string(name_of(mode)) +
+                          "', whose drafts have states that are not kept");
   }
+  if (config.prompt_logprobs) prompt_logprobs = static_cast<std::size_t>(*config.prompt_logprobs);
   if (prompts) compaction_threshold = compaction_share(bundle.manifest, config);
 }
 

@@ -32,7 +32,14 @@ struct Request {
   std::set<std::int64_t> stop_token_ids;
   std::vector<std::string> stop;  // none is empty
   Detokenizer detokenizer;        // none: no text is made
-  bool states;                    // whether the generation gets its final states
+  bool states;                    // whether the generation gets its states
+  std::optional<std::size_t> prompt_logprobs;  // the most likely tokens to return for each of the prompt's; none: nothing
+
+  // Whether each token of the prompt must be run, also one whose K/V are known.
+  bool reads_all() const { return prompt_logprobs || (states && mode == Mode::full); }
+
+  // Whether its tokens may be audited: those that are made for their states say nothing about the thresholds.
+  bool auditable() const { return mode == Mode::exit && !states; }
 };
 
 // `config` without mode `automatic`: with the mode that it is, its thresholds, and none of the options that this mode

@@ -31,6 +31,7 @@ class Sequence {
   virtual std::vector<std::int64_t> computed() const { return lengths(); }  // tokens that each segment has run over
   virtual std::int64_t limit() const = 0;                                   // tokens it may have, at most
 
+  std::int64_t settled = kNoLimit;  // tokens that a rewind will not remove, but those of the next step
   std::size_t candidates = 0;  // how many of the largest logits who steps it needs; 0: all
   bool scores = true;          // whether who steps it alone reads the router's scores
   bool states = false;         // whether who steps it needs final states
@@ -52,9 +53,11 @@ class SequenceState {
   SequenceState& operator=(SequenceState const&) = delete;
 
   std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
+  std::int64_t settled = kNoLimit;    // tokens that a rewind will not remove, but those of the next step
   std::size_t candidates = 0;         // how many of the largest logits who steps it needs; 0: all
   bool scores = true;                 // whether who steps it alone reads the router's scores
   bool states = false;                // whether who steps it needs final states
+  bool exit_state = false;            // whether it needs what the head reads of the last position, wherever that exits
 
   std::int64_t length() const { return lengths[0]; }
   virtual std::vector<std::int64_t> computed() const { return lengths; }  // tokens that each segment has run over

@@ -44,6 +44,8 @@ void State::use_candidates(std::size_t count) {
   sequence_->scores = false;
 }
 
+void State::settle(std::int64_t tokens) { sequence_->settled = tokens; }
+
 void State::use_states(bool states) { sequence_->states = states; }
 
 void State::rewind(std::int64_t length) {

@@ -3,6 +3,7 @@
 
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
+#include "decoding/prompt_scores.h"
 #include "request.h"
 #include "room.h"
 #include "sequence.h"
@@ -19,8 +20,10 @@ class TokenStream::Impl {
         state_(std::move(state)),
         drafts_(request_->drafts ? backend->start_drafts(1) : nullptr),
         decoder_(make_decoder(backend->manifest(), *request_, 0, nullptr, drafts_ ? &drafts_->info() : nullptr)),
-        progress_(backend->manifest(), prompt, *request_) {
-    state_.use_candidates(decoder_->candidates);
+        progress_(backend->manifest(), prompt, *request_),
+        propagates_(backend->manifest().propagates()) {
+    if (request_->prompt_logprobs) scores_.emplace(backend->manifest(), prompt, *request_->prompt_logprobs);
+    state_.use_candidates(scores_ ? 0 : decoder_->candidates);
     state_.use_states(decoder_->reads_states());
     progress_.begin(*decoder_);
   }
@@ -29,12 +32,20 @@ class TokenStream::Impl {
     if (ended()) return false;
     auto const started = std::chrono::steady_clock::now();
     if (!begun_) progress_.begin(*decoder_);
+    state_.settle(decoder_->settled);
     begun_ = true;
+    if (scores_ && !scores_->done()) {
+      score();
+      seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+      return true;
+    }
     if (!block_) {
       if (!result_) {
         while (decoder_->asks_drafter(1)) decoder_->take_draft(drafts_->run({{0, decoder_->draft_rows()}})[0], 1);
         StepRequest const& request = decoder_->request();
-        result_ = state_.step(request.ids, request.logits_to_keep, request.full);
+        auto const ran = static_cast<std::size_t>(state_.length() - decoder_->length());  // of the prompt, for its scores
+        bool const full = request.full || (propagates_ && ran > 0);  // as it would be with the rest of the prompt
+        result_ = state_.step(request.ids.data() + ran, request.ids.size() - ran, request.logits_to_keep, full);
         decoder_->read_states(*result_);
       }
       block_ = decoder_->take(*result_);
@@ -53,6 +64,18 @@ class TokenStream::Impl {
   std::vector<Token> const& tokens() const { return tokens_; }
 
  private:
+  // Runs a piece of the prompt whose log-probabilities are asked for.
+  void score() {
+    if (!result_) {
+      StepRequest const& piece = scores_->request(kNoLimit);
+      result_ = state_.step(piece.ids, piece.logits_to_keep, piece.full);
+      decoder_->read_states(*result_);
+    }
+    scores_->take(*result_);
+    result_.reset();
+    if (scores_->done()) progress_.take(scores_->tokens());
+  }
+
   void take() {
     make_room(tokens_, block_->size());
     std::size_t const count = progress_.take(*block_, *decoder_, state_.computed(), seconds_, on_token_);
@@ -67,6 +90,8 @@ class TokenStream::Impl {
   std::unique_ptr<Drafts> const drafts_;  // null: there is no drafter
   std::unique_ptr<Decoder> const decoder_;
   Progress progress_;
+  bool const propagates_;
+  std::optional<PromptScores> scores_;  // where the prompt's log-probabilities are asked for
   std::vector<Token> tokens_;
   // What the next call goes on with, where one threw.
   bool begun_ = true;                         // whether the decoder has begun the next block
@@ -97,6 +122,10 @@ TokenStream Engine::open_stream(std::vector<std::int64_t> const& prompt, Generat
   check_prompt(manifest(), prompt, "the prompt");
   GenerationConfig const resolved = without_auto(backend_->bundle(), config, auto_mode(), false);
   auto request = std::make_unique<Request>(backend_->bundle(), resolved, std::nullopt);
+  if (request->states && request->mode == Mode::exit) {
+    throw GenerationError("states in mode 'exit' is for lists of prompts and schedulers: one sequence's graph gives no "
+                          "states of exits");
+  }
   State state = start(request->thresholds, request->max_pending);
   return TokenStream(
       std::make_unique<TokenStream::Impl>(backend_, std::move(state), prompt, std::move(request), std::move(on_token)));

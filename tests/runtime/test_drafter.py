@@ -181,7 +181,7 @@ def test_states_are_what_the_head_reads(engine: Engine, tmp_path: Path) -> None:
     logits = made.states @ SMALL.weights()["head"]
     assert logits.argmax(axis=1)[2:].tolist() == made.tokens
     assert engine.generate([1], mode="full").states is None
-    with pytest.raises(GenerationError, match="states is for mode 'full', where every token has a final state"):
+    with pytest.raises(GenerationError, match="states is for modes 'full' and 'exit', not 'lossless'"):
         engine.generate([1], mode="lossless", states=True)
 
 

@@ -69,6 +69,16 @@ def test_what_a_cancelled_request_held_back_is_returned(engine: Engine) -> None:
     assert (handle.result().text, handle.finish_reason) == (whole, "cancelled")
 
 
+def test_text_shows_the_special_tokens_that_it_is_asked_to(engine: Engine) -> None:
+    ids, (end,) = engine.tokenizer.encode(PROMPT), engine.manifest.model.eos_token_ids
+    for more in ({}, {"stop": "never"}):
+        options: dict[str, Any] = {"detokenize": True, "logit_bias": {end: 1000.0}, "max_new_tokens": 3} | more
+        assert engine.generate(ids, **options).text == ""
+        assert engine.generate(ids, special_tokens=[5], **options).text == ""
+        shown = engine.generate(ids, special_tokens=[end], **options)
+        assert shown.text == engine.tokenizer.token_text(end) != ""
+
+
 def test_text_needs_a_tokenizer(tiny_engine: Engine) -> None:
     for option in ({"stop": "x"}, {"detokenize": True}):
         with pytest.raises(GenerationError, match=f"{next(iter(option))} needs a tokenizer, and bundle .* holds no"):

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,37 @@ def test_a_choice_is_the_likeliest_token_by_token(engine: Engine, mode: dict[str
     assert text in CHOICES
     assert done.tokens[-1] in ends
     assert done.finish_reason == "stop"
+
+
+SPACES: dict[str, Any] = {
+    "type": "object",
+    "properties": {"path": {"enum": ["a", "b"]}, "lines": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}},
+    "required": ["path", "lines"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES, {"mode": "lossless", "threshold": 0.2}])
+def test_json_ends_though_the_model_would_write_line_breaks_for_ever(engine: Engine, mode: dict[str, Any]) -> None:
+    spaces = [
+        token for token in range(engine.manifest.model.vocab_size) if engine.tokenizer.token_text(token).isspace()
+    ]
+
+    def writes_spaces(ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        logits[spaces] += 1000.0
+        return logits
+
+    options: dict[str, Any] = {"max_new_tokens": 60, "detokenize": True, "logits_processor": writes_spaces} | mode
+    ids = engine.tokenizer.encode(PROMPT)
+    done = engine.generate(ids, json_schema=SPACES, **options)
+    assert done.finish_reason == "stop"
+    assert done.text == json.dumps(json.loads(done.text))  # a space after each comma and colon, as it may be
+    free = engine.generate(ids, json_schema=SPACES, json_whitespace=True, **options)
+    assert (free.finish_reason, free.text.strip()) == ("length", "{")
+    own = SPACES | {"x-guidance": {"whitespace_flexible": True}}
+    assert engine.generate(ids, json_schema=own, **options).text.strip() == "{"
+    none = SPACES | {"x-guidance": {"item_separator": ",", "key_separator": ":"}}
+    assert " " not in engine.generate(ids, json_schema=none, **options).text
 
 
 def test_a_list_and_a_scheduler_follow_grammars_of_their_own(engine: Engine) -> None:

@@ -29,7 +29,7 @@ from tide_export.runtime.tensorrt.plugins import find_plugins, plugins_to_build_
 from tide_export.version import __version__
 
 REPORTED = {"weights_bytes": 9, "activation_bytes": 9, "layers": 2, "constants": 9, "profiles": 1}
-REPORTED |= {"attentions": 1, "fused_attention_kernels": 1}
+REPORTED |= {"attentions": 1, "fused_attention_kernels": 1, "copied": {}}
 NEEDED = PluginsInfo(__version__, "0" * 64, ("segment_00",))
 
 

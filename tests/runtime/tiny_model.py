@@ -13,7 +13,8 @@ import onnx
 from onnx.parser import parse_model
 
 from tide_export import names
-from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
+from tide_export.bundle.manifest import Manifest, TensorInfo
+from tide_export.bundle.model_info import ModelInfo
 from tide_export.bundle.store import write_manifest, writing_bundle
 
 HEADS, HEAD_DIM = 2, 8

@@ -200,7 +200,7 @@ def test_an_end_of_sequence_can_be_ignored(server: Running, engine: Engine) -> N
         ({"model": "demo", "prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias holds token id 99999, outside"),
         ({"model": "demo", "prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids holds token id -1, outside"),
         ({"model": "demo", "prompt": "a", "logprobs": 21}, 400, "logprobs: Input should be less"),
-        ({"model": "demo", "prompt": "a", "echo": True}, 400, "echo is not supported"),
+        ({"model": "demo", "prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
         ({"model": "demo", "prompt": "a", "guided_regex": "[a"}, 400, "regex cannot be compiled: "),
         ({"model": "demo", "prompt": "a", "guided_grammar": "start: start"}, 400, "grammar cannot be followed: "),
         ({"model": "demo", "prompt": "a", "guided_json": "{"}, 400, "json_schema must be a JSON object"),

@@ -1,6 +1,7 @@
 """Renders a conversation by the chat template that a bundle holds, as transformers' `apply_chat_template` does."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,11 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:
-    """The chat template of one bundle."""
+    """The chat template of one bundle.
+
+    Attributes:
+        source: its text.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Compiles the one in a bundle's folder.
@@ -44,36 +49,51 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        self.source = source
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise BundleError(f"'{path}' is not a usable chat template: {first_line(error)}") from error
-        self._tokens = _special_tokens(folder)
+        self._tokens = special_tokens(folder)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The prompt for the assistant's next message.
+
+        Args:
+            tools: that the message may call, in OpenAI's form.
 
         Raises:
             GenerationError: the template refuses the messages.
         """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+            return self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._tokens)
         except Exception as error:  # Jinja's own, and whatever a template's expressions raise
             raise GenerationError(f"the chat template refuses the messages: {first_line(error)}") from error
 
-    def encode(self, tokenizer: BundleTokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it shows the model tools."""
+        return re.search(r"\btools\b", self.source) is not None
+
+    def encode(
+        self,
+        tokenizer: BundleTokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """The prompt as token ids.
 
         Raises:
             GenerationError: the template refuses the messages, or makes no text of them.
         """
-        ids = tokenizer.encode_plain(self.render(messages))
+        ids = tokenizer.encode_plain(self.render(messages, tools))
         if not ids:
             raise GenerationError("the chat template makes no text of the messages")
         return ids
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Those that a bundle's tokenizer_config.json names, by their names. Raises BundleError: it cannot be read."""
     path = folder / CONFIG_FILE
     try:
         config = parse_json(path.read_text(encoding="utf-8"))

@@ -49,6 +49,8 @@ class GenerationConfig:
             logits after drafts: it must depend on its arguments alone.
         logprobs: return log-probabilities of each token and of this many of the most likely, by the model's logits
             before anything changes them. None: none.
+        prompt_logprobs: return the same of the prompt's tokens, which all run through every layer for it, whatever the
+            mode. None: none.
         seed: of the random numbers; None draws a new one. For a list of prompts, one seed for all or one for each.
         stop_token_ids: tokens that end the generation. None: the model's end-of-sequence ids; empty: none.
         stop: a string or several: the generation ends where its text first has one, and `text` ends before it. Stored
@@ -56,14 +58,18 @@ class GenerationConfig:
         json_schema: the text is JSON of this schema, a mapping or JSON text; stored as text. It, `regex` and `grammar`
             need the extra `grammar`, and a model with an end-of-sequence token, which ends the text whatever
             `stop_token_ids` are. At most one of the three.
+        json_whitespace: the JSON of a schema may have spaces and line breaks anywhere. Otherwise it is one line, with
+            at most a space after a comma or colon: small models fill their answer with white space where they may.
         regex: the text matches this regular expression, in the syntax of Rust's regex crate.
         grammar: the text follows this Lark grammar, in llguidance's syntax.
         detokenize: give the `text` of the generation, by the bundle's tokenizer; with `stop` it is given anyway.
+        special_tokens: ids of the special tokens that `text` shows; it leaves out others.
         compaction_threshold: for a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a
             segment, only those run it; else all that have tokens pending before it catch up in the same run. Changes
             speed, never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: nothing is
             pending there.
-        states: mode full: give the final states of all tokens that were run (`Generation.states`).
+        states: give what the model's head reads (`Generation.states`), in mode full of all tokens that are run; in mode
+            exit, of a list or scheduler, of each new token at its exit.
 
     Raises:
         GenerationError: an option is of the wrong type or out of range.
@@ -86,13 +92,16 @@ class GenerationConfig:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logits_processor: LogitsProcessor | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | Sequence[int] | None = None
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] = ()
     json_schema: Mapping[str, Any] | str | None = None
+    json_whitespace: bool = False
     regex: str | None = None
     grammar: str | None = None
     detokenize: bool = False
+    special_tokens: Sequence[int] = ()
     compaction_threshold: float | None = None
     states: bool = False
 
@@ -122,8 +131,9 @@ class GenerationConfig:
             raise GenerationError(
                 f"logits_processor must be a function of token ids and logits, not {shown(self.logits_processor)}"
             )
-        if self.logprobs is not None:
-            self._set("logprobs", whole_number("logprobs", self.logprobs, minimum=0))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, whole_number(name, getattr(self, name), minimum=0))
         if isinstance(self.seed, list | tuple) or (isinstance(self.seed, np.ndarray) and self.seed.ndim):
             self._set("seed", tuple(whole_number("seed", seed, minimum=0) for seed in self.seed))
         elif self.seed is not None:
@@ -138,9 +148,12 @@ class GenerationConfig:
                 _check_grammar(name, getattr(self, name))
         if sum(one is not None for one in (self.json_schema, self.regex, self.grammar)) > 1:
             raise GenerationError("json_schema, regex and grammar exclude each other: give one")
-        for name in ("detokenize", "states"):
+        for name in ("json_whitespace", "detokenize", "states"):
             if not isinstance(getattr(self, name), bool):
                 raise GenerationError(f"{name} must be True or False, not {shown(getattr(self, name))}")
+        if self.json_whitespace and self.json_schema is None:
+            raise GenerationError("json_whitespace is for json_schema")
+        self._set("special_tokens", tuple(token_ids("special_tokens", self.special_tokens).tolist()))
         if self.compaction_threshold is not None:
             self._set_range("compaction_threshold", 0, 1)
 
@@ -174,13 +187,16 @@ class GenerationOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
     logits_processor: LogitsProcessor | None
     logprobs: int | None
+    prompt_logprobs: int | None
     seed: int | Sequence[int] | None
     stop_token_ids: Sequence[int] | None
     stop: str | Sequence[str]
     json_schema: Mapping[str, Any] | str | None
+    json_whitespace: bool
     regex: str | None
     grammar: str | None
     detokenize: bool
+    special_tokens: Sequence[int]
     compaction_threshold: float | None
     states: bool
 

@@ -9,19 +9,23 @@ import ctypes
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Sequence
 from ctypes import c_size_t
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
+from tide_export.runtime.embedding import EmbeddingConfig
 from tide_export.runtime.generation import Generation
+from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.native import Owned, call, created, doubles, library, text_at
 from tide_export.runtime.providers import open_library_engine
 from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
@@ -235,8 +239,11 @@ class Engine:
         pointer = None if hooks is None else ctypes.byref(hooks.struct)
         given = self._handle, prompt.ctypes.data, len(prompt), options, pointer
         handle = created("token_stream_open", *given, needed=(self._handle,))
-        late = LateText(self.tokenizer, prompt.tolist()) if config.detokenize and not config.stop else None
-        return TokenStream(handle, hooks, late, config.logprobs is not None)
+        late = None
+        if config.detokenize and not config.stop:
+            late = LateText(self.tokenizer, prompt.tolist(), config.special_tokens)
+        wanted = config.logprobs is not None, config.prompt_logprobs is not None
+        return TokenStream(handle, hooks, late, *wanted)
 
     def _generate_list(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
         checked = [prompt_ids(ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
@@ -245,14 +252,49 @@ class Engine:
             return []
         seeds = config.seed if isinstance(config.seed, Sequence) else [config.seed] * len(checked)
         configs = [replace(config, seed=seed, compaction_threshold=None) for seed in seeds]
-        scheduler = self.scheduler(SchedulerLimits(slots=len(checked), prompt_tokens=LIST_PROMPT_TOKENS), share)
+        return [handle.result() for handle in self._submit_list(checked, configs, share)]
+
+    def _submit_list(
+        self, prompts: Sequence[np.ndarray], configs: Sequence[GenerationConfig], share: float | None
+    ) -> list[RequestHandle]:
+        """Submits all to a scheduler of their own; whoever reads them does its steps."""
+        scheduler = self.scheduler(SchedulerLimits(slots=len(prompts), prompt_tokens=LIST_PROMPT_TOKENS), share)
         handles = []
-        for number, (prompt, one) in enumerate(zip(checked, configs, strict=True), 1):
+        for number, (prompt, one) in enumerate(zip(prompts, configs, strict=True), 1):
             try:
                 handles.append(scheduler.submit_ids(prompt, one))
             except GenerationError as error:
                 raise GenerationError(str(error).replace("the prompt", f"prompt {number}", 1)) from None
-        return [handle.result() for handle in handles]
+        return handles
+
+    def embed(
+        self,
+        ids: Sequence[int] | np.ndarray | Sequence[Sequence[int]] | Sequence[np.ndarray],
+        *,
+        pooling: str = "last",
+        layer: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> NDArray[np.float32]:
+        """Makes the vector of a text, [D], or those of several, [texts, D], of what the model's head reads.
+
+        Args:
+            ids: the tokens of one text, or of several.
+            pooling, layer, dimensions, normalize: see `EmbeddingConfig`.
+
+        Raises:
+            GenerationError: as `generate`, or `EmbeddingConfig`; also where several texts or a layer are asked for and
+                the bundle holds no networks for batches.
+        """
+        how = EmbeddingConfig(pooling=pooling, layer=layer, dimensions=dimensions, normalize=normalize)
+        config, several = how.options(self.manifest), is_list_of_prompts(ids)
+        if not several and layer is None:
+            return how.vector(self._stream(ids, config).finish())
+        texts: Any = ids if several else [ids]
+        checked = [prompt_ids(text, f"prompt {number}") for number, text in enumerate(texts, 1)]
+        waiting = deque(self._submit_list(checked, [config] * len(checked), None))
+        found = [how.vector(waiting.popleft().result()) for _ in checked]  # and frees its states
+        return np.stack(found) if several else found[0]
 
     def scheduler(
         self,

@@ -4,6 +4,7 @@ llguidance says after each token which tokens may follow. At the end of what a g
 end-of-sequence tokens may.
 """
 
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,34 +16,34 @@ from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.tokenizer import tokenizer_of
 
 KINDS = ("json_schema", "regex", "grammar")  # options of `GenerationConfig`
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}  # of JSON, for llguidance
 _vocabularies = WeakKeyDictionary[BundleFile, Any]()  # of open bundles; making one takes a second
 
 
 class Grammar:
     """A grammar for the tokens of one bundle."""
 
-    def __init__(self, bundle: Bundle, kind: str, text: str) -> None:
+    def __init__(self, bundle: Bundle, kind: str, text: str, json_whitespace: bool = False) -> None:
         """Compiles `text`, which is of one of KINDS.
+
+        Args:
+            json_whitespace: as of `GenerationConfig`; the schema's own "x-guidance" counts first.
 
         Raises:
             GenerationError: it cannot be compiled; the model has no end-of-sequence token; llguidance is missing, or
                 cannot use the tokenizer.
             BundleError: the tokenizer cannot be used.
         """
-        try:
-            from llguidance import LLMatcher
-        except ModuleNotFoundError:
-            raise GenerationError(
-                f"{kind} needs the package 'llguidance': pip install 'tide_export[grammar]'"
-            ) from None
+        matcher_class = _matcher_class(kind)
+        of_schema = partial(matcher_class.grammar_from_json_schema, defaults=None if json_whitespace else ONE_LINE)
         makers: dict[str, Any] = {
-            "json_schema": LLMatcher.grammar_from_json_schema,
-            "regex": LLMatcher.grammar_from_regex,
-            "grammar": LLMatcher.grammar_from_lark,
+            "json_schema": of_schema,
+            "regex": matcher_class.grammar_from_regex,
+            "grammar": matcher_class.grammar_from_lark,
         }
         tokens = _vocabulary(bundle, kind)
         try:
-            matcher = LLMatcher(tokens, makers[kind](text), log_level=0)
+            matcher = matcher_class(tokens, makers[kind](text), log_level=0)
         except ValueError as error:
             raise GenerationError(f"{kind} cannot be compiled: {one_line(error)}") from error
         if matcher.is_error():
@@ -110,6 +111,29 @@ class GrammarState:
         if self._matcher.is_error():
             reason = self._matcher.get_error().split("<state>")[0]
             raise ConstraintError(f"{self._kind} cannot be followed: {' '.join(reason.split())[:200]}")
+
+
+def schema_error(schema: str) -> str:
+    """Why no grammar can hold a JSON schema; empty: one can.
+
+    Raises:
+        GenerationError: llguidance is missing.
+    """
+    matcher = _matcher_class("json_schema")
+    try:
+        reason = matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
+    except ValueError as error:
+        return one_line(error)
+    return " ".join(reason.split())[:200]
+
+
+def _matcher_class(kind: str) -> Any:
+    """llguidance's matcher."""
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError:
+        raise GenerationError(f"{kind} needs the package 'llguidance': pip install 'tide_export[grammar]'") from None
+    return LLMatcher
 
 
 def _vocabulary(bundle: Bundle, kind: str) -> Any:

@@ -6,7 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from ctypes import c_int, c_int64
 from typing import Protocol
 
-from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
+from tide_export.runtime.generation import (
+    FinishReason,
+    Generation,
+    Snapshot,
+    TokenLogprobs,
+    finished,
+    read_prompt_logprobs,
+    take_snapshot,
+)
 from tide_export.runtime.hooks import Hooks
 from tide_export.runtime.native import ENDED, Owned, created, error_of, library
 from tide_export.runtime.stats import ExitStats
@@ -34,11 +42,17 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
     """
 
     def __init__(
-        self, scheduler: Driver, handle: Owned, hooks: Hooks | None, late: LateText | None, logprobs: bool
+        self,
+        scheduler: Driver,
+        handle: Owned,
+        hooks: Hooks | None,
+        late: LateText | None,
+        logprobs: bool,
+        prompt_logprobs: bool,
     ) -> None:
         """Takes a tide_request; the arguments are those of `TokenStream`."""
         self._scheduler, self._handle, self._hooks, self._late = scheduler, handle, hooks, late
-        self._with_logprobs = logprobs
+        self._with_logprobs, self._with_prompt_logprobs = logprobs, prompt_logprobs
         self._tokens: list[int] = []
         self._returned = 0
         self._ended = False
@@ -83,6 +97,11 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         return self._snapshot().logprobs if self._with_logprobs else None
 
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Of the prompt's tokens, once there is a token; None: they were not asked for."""
+        return read_prompt_logprobs(self._so_far()) if self._with_prompt_logprobs else None
+
+    @property
     def stats(self) -> ExitStats:
         """Of the tokens made so far."""
         return self._snapshot().stats
@@ -105,10 +124,8 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         """
         for _ in self:
             pass
-        made = self._snapshot()
-        assert made.finish_reason is not None
-        logprobs = made.logprobs if self._with_logprobs else None
-        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text, made.states)
+        wanted = self._with_logprobs, self._with_prompt_logprobs
+        return finished(self._so_far(), self.mode, self.text, *wanted)
 
     def __next__(self) -> int:
         while (token := self._take()) is None:
@@ -156,4 +173,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
                 return
 
     def _snapshot(self) -> Snapshot:
-        return take_snapshot(created("request_so_far", self._handle))
+        return take_snapshot(self._so_far())
+
+    def _so_far(self) -> Owned:
+        return created("request_so_far", self._handle)

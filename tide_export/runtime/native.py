@@ -138,6 +138,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "generation_states": (c_void_p, (_HANDLE, POINTER(c_size_t))),
     "generation_text": (c_void_p, (_HANDLE, POINTER(c_size_t))),
     "generation_logprobs": (POINTER(Logprob), (_HANDLE, c_size_t, POINTER(c_size_t))),
+    "generation_prompt_logprobs": (POINTER(Logprob), (_HANDLE, c_size_t, POINTER(c_size_t))),
     "generation_free": (c_void_p, (_HANDLE,)),
     "scheduler_create": (None, (_HANDLE, c_char_p, _OUT)),
     "scheduler_start": (None, (_HANDLE,)),

@@ -111,10 +111,10 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     state, sizes = STATE_TYPES[info.weights], manifest.segment_sizes
     pending = Tensor(state, (BATCH, 1, info.state_rows, manifest.model.hidden_size))
     exits = Tensor(state, (BATCH, 1, info.state_rows, info.exit_size))
-    networks, layer = {}, 0
+    shared, networks, layer = embedding(info), {}, 0
     for k, size in enumerate(sizes):
         last = k == len(sizes) - 1
-        inputs = {names.PENDING_STATES: pending} if k else {names.INPUT_IDS: Tensor("int64", (BATCH, TOKENS))}
+        inputs = {names.PENDING_STATES: pending} if k else {names.INPUT_IDS: Tensor("int64", (BATCH, TOKENS)), **shared}
         inputs |= {names.TOKEN_INDICES: Tensor("int64", (TOKENS,)), names.PAST_LENGTHS: Tensor("int64", (BATCH,))}
         inputs[names.EXIT_STATES] = exits
         outputs = {names.NEW_EXIT_STATES: exits}
@@ -132,6 +132,8 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
         layer += size
         networks[names.segment(k)] = NetworkSpec(names.segment(k), inputs, outputs)
     head_in = {names.EXIT_STATES: exits, names.ROWS: Tensor("int64", (TOKENS,))}
+    if info.embedding is not None and info.embedding.tied:
+        head_in |= shared
     vocabulary = manifest.model.vocab_size
     logits = {names.LOGITS: Tensor("float32", (TOKENS, vocabulary))}
     networks[names.HEAD] = NetworkSpec(names.HEAD, head_in, logits)
@@ -141,11 +143,17 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     found = {names.CANDIDATE_LOGITS: Tensor("float32", shape), names.CANDIDATE_TOKENS: Tensor("int64", shape)}
     networks[names.CANDIDATES] = NetworkSpec(names.CANDIDATES, logits, found)
     if manifest.drafter is not None and manifest.has_drafter_network:
-        networks[names.DRAFTER] = _drafter(manifest.drafter, state)
+        networks[names.DRAFTER] = _drafter(manifest.drafter, state, shared)
     return networks
 
 
-def _drafter(drafter: DrafterInfo, state: str) -> NetworkSpec:
+def embedding(info: NetworksInfo) -> dict[str, Tensor]:
+    """The input EMBEDDING; empty if the networks hold the embedding themselves."""
+    found = info.embedding
+    return {} if found is None else {names.EMBEDDING: Tensor(STATE_TYPES[info.weights], (found.rows, found.width))}
+
+
+def _drafter(drafter: DrafterInfo, state: str, shared: Mapping[str, Tensor]) -> NetworkSpec:
     """The tensors of the drafter's network."""
     heads, head_dim = drafter.kv_shape
     inputs = {
@@ -154,6 +162,7 @@ def _drafter(drafter: DrafterInfo, state: str) -> NetworkSpec:
         names.TOKEN_INDICES: Tensor("int64", (TOKENS,)),
         names.PAST_LENGTHS: Tensor("int64", (BATCH,)),
         names.LAST_TOKENS: Tensor("int64", (BATCH,)),
+        **shared,
     }
     outputs = {
         names.LOGITS: Tensor("float32", (BATCH, 1, drafter.token_count)),

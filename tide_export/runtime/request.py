@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,10 @@ PLAIN = (
     *("mode", "threshold", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "stop_token_ids", "compaction_threshold", "states"),
 )
-WHOLE = ("max_new_tokens", "min_layers", "max_pending", "prompt_lookup", "drafter", "top_k", "logprobs")
+WHOLE = (
+    *("max_new_tokens", "min_layers", "max_pending", "prompt_lookup", "drafter", "top_k", "logprobs"),
+    "prompt_logprobs",
+)
 DEFAULTS = GenerationConfig()
 
 
@@ -77,8 +81,8 @@ def hooks_of(bundle: Bundle, config: GenerationConfig, prompt: np.ndarray) -> Ho
     kind = _grammar_kind(config)
     if config.logits_processor is None and kind is None and not config.stop:
         return None
-    grammar = None if kind is None else Grammar(bundle, kind, getattr(config, kind)).start()
-    decode = tokenizer_of(bundle).decode if config.stop else None
+    grammar = None if kind is None else Grammar(bundle, kind, getattr(config, kind), config.json_whitespace).start()
+    decode = partial(tokenizer_of(bundle).decode, shown=config.special_tokens) if config.stop else None
     return Hooks(len(prompt), config.logits_processor, grammar, decode)
 
 

@@ -237,8 +237,11 @@ class Scheduler:
             else:
                 self.forget(handle)
             raise
-        late = LateText(tokenizer_of(bundle), prompt.tolist()) if config.detokenize and not config.stop else None
-        return RequestHandle(self, handle, hooks, late, config.logprobs is not None)
+        late = None
+        if config.detokenize and not config.stop:
+            late = LateText(tokenizer_of(bundle), prompt.tolist(), config.special_tokens)
+        wanted = config.logprobs is not None, config.prompt_logprobs is not None
+        return RequestHandle(self, handle, hooks, late, *wanted)
 
     def forget(self, request: Owned) -> None:
         """Drops the hooks of a request that has ended."""

@@ -4,7 +4,14 @@ import ctypes
 from collections.abc import Iterator
 from ctypes import c_int64, c_size_t
 
-from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
+from tide_export.runtime.generation import (
+    FinishReason,
+    Generation,
+    Snapshot,
+    TokenLogprobs,
+    finished,
+    take_snapshot,
+)
 from tide_export.runtime.hooks import Hooks
 from tide_export.runtime.native import ENDED, Owned, created, error_of, library
 from tide_export.runtime.stats import ExitStats
@@ -23,15 +30,18 @@ class TokenStream(Iterator[int]):
         tokens: the tokens returned so far.
     """
 
-    def __init__(self, handle: Owned, hooks: Hooks | None, late: LateText | None, logprobs: bool) -> None:
+    def __init__(
+        self, handle: Owned, hooks: Hooks | None, late: LateText | None, logprobs: bool, prompt_logprobs: bool
+    ) -> None:
         """Takes a tide_token_stream.
 
         Args:
             late: makes the text, where the library does not.
-            logprobs: whether they were asked for.
+            logprobs, prompt_logprobs: whether they were asked for.
         """
         self.tokens: list[int] = []
-        self._handle, self._hooks, self._late, self._with_logprobs = handle, hooks, late, logprobs
+        self._handle, self._hooks, self._late = handle, hooks, late
+        self._with_logprobs, self._with_prompt_logprobs = logprobs, prompt_logprobs
         self._made: list[int] = []  # and read, of which some are not returned yet
         self._ended = False
         self._step, self._ids, self._count = library().tide_token_stream_step, (c_int64 * TOKENS_READ)(), c_size_t()
@@ -74,10 +84,8 @@ class TokenStream(Iterator[int]):
         while not self._ended:
             self._make_tokens()
         self.tokens += self._made[len(self.tokens) :]
-        made = self._snapshot()
-        assert made.finish_reason is not None
-        logprobs = made.logprobs if self._with_logprobs else None
-        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text, made.states)
+        wanted = self._with_logprobs, self._with_prompt_logprobs
+        return finished(self._so_far(), "full", self.text, *wanted)
 
     def _make_tokens(self) -> None:
         """Runs a step, which may give tokens."""
@@ -88,4 +96,7 @@ class TokenStream(Iterator[int]):
         self._ended = status == ENDED
 
     def _snapshot(self) -> Snapshot:
-        return take_snapshot(created("token_stream_so_far", self._handle))
+        return take_snapshot(self._so_far())
+
+    def _so_far(self) -> Owned:
+        return created("token_stream_so_far", self._handle)

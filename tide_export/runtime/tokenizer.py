@@ -71,10 +71,15 @@ class BundleTokenizer:
         starts = (n for n in range(len(complete) - len(plain) + 1) if complete[n : n + len(plain)] == plain)
         return complete[: next(starts, 0)] if plain else []
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+    def decode(self, ids: Sequence[int], shown: Sequence[int] = ()) -> str:
+        """Text of token ids, without special tokens but those of `shown`."""
+        left = [token for token in ids if token in shown or token not in self._special] if shown else list(ids)
         with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
-            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+            return self._tokenizer.decode(left, skip_special_tokens=not shown)
+
+    def added_token(self, text: str) -> int | None:
+        """The id of the token that stands for `text` whatever is around it, special or not; None: there is none."""
+        return self._added.get(text)
 
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
@@ -105,6 +110,15 @@ class BundleTokenizer:
             yield piece
 
     @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, one in added.items() if one.special)
+
+    @cached_property
+    def _added(self) -> dict[str, int]:
+        return {one.content: token for token, one in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
     def _letter(self) -> list[int]:
         return self.encode_plain("a")
 
@@ -131,9 +145,9 @@ def tokenizer_of(bundle: Bundle) -> BundleTokenizer:
 class TextStream:
     """Converts token ids to text as they arrive; see `BundleTokenizer.stream`."""
 
-    def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int]) -> None:
-        """Nothing came after `prompt` yet."""
-        self._tokenizer, self._ids = tokenizer, list(prompt)
+    def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int], shown: Sequence[int] = ()) -> None:
+        """Nothing came after `prompt` yet; of special tokens those of `shown` are in the text."""
+        self._tokenizer, self._ids, self._special = tokenizer, list(prompt), shown
         # ids[start:shown] were returned; they give the context
         self._start, self._shown = _window_start(tokenizer, self._ids), len(self._ids)
 
@@ -148,17 +162,17 @@ class TextStream:
 
     def finish(self) -> str:
         """Returns what is left when the tokens end; bytes of an incomplete character come out as U+FFFD."""
-        before = self._tokenizer.decode(self._ids[self._start : self._shown])
-        after = self._tokenizer.decode(self._ids[self._start :])
+        before = self._tokenizer.decode(self._ids[self._start : self._shown], self._special)
+        after = self._tokenizer.decode(self._ids[self._start :], self._special)
         return after[len(before) :]
 
 
 class LateText:
     """The text of a generation, made when somebody asks for it."""
 
-    def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int]) -> None:
-        """Nothing came after `prompt` yet."""
-        self._stream, self._count, self._text = TextStream(tokenizer, prompt), 0, ""
+    def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int], shown: Sequence[int] = ()) -> None:
+        """As of `TextStream`."""
+        self._stream, self._count, self._text = TextStream(tokenizer, prompt, shown), 0, ""
 
     def of(self, tokens: Sequence[int], ended: bool) -> str:
         """Returns the text of `tokens`, which begin with those of the last call; all of it, where they have `ended`."""

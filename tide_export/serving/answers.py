@@ -4,14 +4,17 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tide_export.runtime.handle import RequestHandle
+from tide_export.serving.call_reader import Part
+from tide_export.serving.echo import echoed
 from tide_export.serving.logprobs import of_completion, of_conversation
-from tide_export.serving.protocol import ApiError, ChatRequest, GenerationRequest
-from tide_export.serving.service import Piece, Prompt, Service, cancel, usage
+from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from tide_export.serving.service import Choices, Piece, Service, cancel, usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,7 +25,7 @@ class Answer:
 
     service: Service
     request: GenerationRequest
-    choices: Sequence[tuple[Prompt, RequestHandle]]
+    choices: Choices
 
     def __post_init__(self) -> None:
         self._chat = isinstance(self.request, ChatRequest)
@@ -33,8 +36,8 @@ class Answer:
     async def whole(self) -> dict[str, Any]:
         """The answer once all choices have ended. Raises ApiError: one failed; the others are cancelled."""
 
-        async def read(number: int) -> list[Piece]:
-            return [piece async for piece in self._pieces(number)]
+        async def read(number: int) -> list[tuple[Piece, list[Part]]]:
+            return [piece async for piece in self._told(number)]
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -44,23 +47,24 @@ class Answer:
         finally:
             cancel([handle for _, handle in self.choices])
         choices, spent_tokens = [], 0
-        for number, pieces in enumerate(task.result() for task in tasks):
-            text, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
-            said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        for number, task in enumerate(tasks):
+            pieces, parts = [piece for piece, _ in task.result()], [part for _, some in task.result() for part in some]
+            reason = pieces[-1].finish_reason
+            said = {"message": message_of(parts)} if self._chat else {"text": "".join(part.text for part in parts)}
             logprobs = self._logprobs(number, pieces)
             choices.append({"index": number, **said, "logprobs": logprobs, "finish_reason": reason})
-            spent_tokens += sum(len(piece.tokens) for piece in pieces)
+            spent_tokens += sum(len(piece.tokens) for piece in pieces if not piece.echoed)
         spent = usage(self.choices, spent_tokens)
         return self._head("chat.completion" if self._chat else "text_completion") | {"choices": choices, "usage": spent}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, the choices interleaved as they come; an error is the last event."""
-        queue, spent = asyncio.Queue[tuple[int, Piece | Exception]](), 0
+        queue, spent = asyncio.Queue[tuple[int, tuple[Piece, list[Part]] | ApiError]](), 0
 
         async def read(number: int) -> None:
             try:
-                async for piece in self._pieces(number):
-                    queue.put_nowait((number, piece))
+                async for told in self._told(number):
+                    queue.put_nowait((number, told))
             except ApiError as error:
                 queue.put_nowait((number, error))
 
@@ -71,20 +75,21 @@ class Answer:
                     yield self._event(number, {"delta": {"role": "assistant", "content": ""}}, None)
             left = len(tasks)
             while left:
-                number, piece = await queue.get()
-                if isinstance(piece, ApiError):
-                    yield _data(piece.body())
+                number, told = await queue.get()
+                if isinstance(told, ApiError):
+                    yield _data(told.body())
                     return
-                assert isinstance(piece, Piece)
-                spent += len(piece.tokens)
+                piece, parts = told
+                spent += 0 if piece.echoed else len(piece.tokens)
                 logprobs = self._logprobs(number, [piece])
                 left -= piece.finish_reason is not None
-                said: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
-                if piece.text and piece.finish_reason is not None:
+                for part in parts:
+                    said = {"delta": _delta(part)} if self._chat else {"text": part.text}
                     yield self._event(number, said, None, logprobs)
                     logprobs = None
-                    said = {"delta": {}} if self._chat else {"text": ""}
-                yield self._event(number, said, piece.finish_reason, logprobs)
+                if piece.finish_reason is not None or logprobs is not None:
+                    nothing: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+                    yield self._event(number, nothing, piece.finish_reason, logprobs)
             if self.request.stream_options is not None and self.request.stream_options.include_usage:
                 yield _data(self._chunk() | {"choices": [], "usage": usage(self.choices, spent)})
             yield DONE
@@ -93,13 +98,16 @@ class Answer:
             for task in tasks:
                 task.cancel()
 
-    def _pieces(self, number: int) -> AsyncIterator[Piece]:
-        return self.service.pieces(self.choices[number][1])
+    def _told(self, number: int) -> AsyncGenerator[tuple[Piece, list[Part]]]:
+        prompt, handle = self.choices[number]
+        told = told_by(self.service, self.request, handle)
+        echoes = isinstance(self.request, CompletionRequest) and self.request.echo
+        return echoed(self.service, prompt, handle, told) if echoes else told
 
     def _logprobs(self, number: int, pieces: Sequence[Piece]) -> Any:
         """Of the tokens of the next pieces of a choice; None: nobody asked for them."""
         tokens = [token for piece in pieces for token in piece.tokens]
-        found = [one for piece in pieces for one in piece.logprobs or ()]
+        found: list[Any] = [one for piece in pieces for one in piece.logprobs or ()]  # None: of an echo's first token
         if self.request.logprobs_wanted is None or not tokens:
             return None
         if self._chat:
@@ -117,6 +125,48 @@ class Answer:
     def _event(self, number: int, said: dict[str, Any], reason: str | None, logprobs: Any = None) -> bytes:
         choice = {"index": number, **said, "logprobs": logprobs, "finish_reason": reason}
         return _data(self._chunk() | {"choices": [choice]})
+
+
+async def told_by(
+    service: Service, request: GenerationRequest, handle: RequestHandle
+) -> AsyncGenerator[tuple[Piece, list[Part]]]:
+    """The pieces of one choice, and what each of them completes: text, tool calls.
+
+    Raises:
+        ApiError: as `Service.pieces`.
+    """
+    reader = service.reader(request)
+    async with aclosing(service.pieces(handle)) as pieces:
+        async for piece in pieces:
+            if reader is None:
+                yield piece, [Part(piece.text)] if piece.text else []
+                continue
+            parts, reason = reader.push(piece.text, piece.finish_reason is not None), piece.finish_reason
+            if reader.done or (reader.calls and reason == "stop"):
+                reason = "tool_calls"
+            yield replace(piece, finish_reason=reason), parts
+            if reader.done:
+                return
+
+
+def message_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """The assistant's message that has these parts."""
+    text, calls = "".join(part.text for part in parts if part.number is None), list[dict[str, Any]]()
+    for part in parts:
+        if part.name:
+            calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        elif part.number is not None:
+            calls[part.number]["function"]["arguments"] += part.text
+    return {"role": "assistant", "content": text or (None if calls else "")} | ({"tool_calls": calls} if calls else {})
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    """A part as the `delta` of an event."""
+    if part.number is None:
+        return {"content": part.text}
+    begun = {"id": part.id, "type": "function"} if part.name else {}
+    function = ({"name": part.name} if part.name else {}) | {"arguments": part.text}
+    return {"tool_calls": [{"index": part.number, **begun, "function": function}]}
 
 
 def _data(value: dict[str, Any]) -> bytes:

@@ -10,23 +10,28 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tide_export.errors import ConfigError
 from tide_export.runtime.engine import load
+from tide_export.runtime.handle import RequestHandle
 from tide_export.serving.answers import Answer
 from tide_export.serving.config import ServerConfig
+from tide_export.serving.embeddings import EmbeddingRequest, embed
 from tide_export.serving.guard import Guard, answer
 from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, refusal
-from tide_export.serving.service import Service, cancel
+from tide_export.serving.responses import ResponsesAnswer
+from tide_export.serving.responses_request import ResponsesRequest
+from tide_export.serving.service import Choices, Prompt, Service, cancel
+from tide_export.serving.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize, tokenizer_info
 
 R = TypeVar("R")
 GONE = "the client has gone"
@@ -132,10 +137,34 @@ def build_app(service: Service) -> FastAPI:
     async def chat(request: Request) -> Response:
         return await _answer(service, request, await _read(request, ChatRequest, service.config.body_seconds))
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        asked = await _read(request, ResponsesRequest, service.config.body_seconds)
+        return await _answer(service, request, asked.chat, lambda choices: ResponsesAnswer(service, asked, choices))
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        asked = await _read(request, EmbeddingRequest, service.config.body_seconds)
+        return JSONResponse(await _unless_gone(request, embed(service, asked)))
+
+    @app.post("/tokenize")
+    async def tokens(request: Request) -> Response:
+        asked = await _read(request, TokenizeRequest, service.config.body_seconds)
+        return JSONResponse(await asyncio.to_thread(tokenize, service, asked))
+
+    @app.post("/detokenize")
+    async def text(request: Request) -> Response:
+        asked = await _read(request, DetokenizeRequest, service.config.body_seconds)
+        return JSONResponse(await asyncio.to_thread(detokenize, service, asked))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer() -> dict[str, Any]:
+        return await asyncio.to_thread(tokenizer_info, service)
+
     return app
 
 
-B = TypeVar("B", CompletionRequest, ChatRequest)
+B = TypeVar("B", bound=BaseModel)
 
 
 async def _read(request: Request, form: type[B], seconds: float) -> B:
@@ -154,16 +183,22 @@ async def _read(request: Request, form: type[B], seconds: float) -> B:
         raise refusal(error) from None
 
 
-async def _answer(service: Service, http: Request, request: CompletionRequest | ChatRequest) -> Response:
+async def _answer(
+    service: Service,
+    http: Request,
+    request: CompletionRequest | ChatRequest,
+    make: Callable[[Choices], Answer | ResponsesAnswer] | None = None,
+) -> Response:
+    """Generates, and answers in the form that `make` gives it; without it that of completions."""
     prompts = await asyncio.to_thread(service.prompts, request)
-    choices = []
+    choices: list[tuple[Prompt, RequestHandle]] = []
     try:
         for prompt in prompts:
             choices += [(prompt, handle) for handle in await asyncio.to_thread(service.submit, request, prompt)]
     except ApiError:
         cancel([handle for _, handle in choices])
         raise
-    made = Answer(service, request, choices)
+    made = Answer(service, request, choices) if make is None else make(choices)
     if request.stream:
         return StreamingResponse(made.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     return JSONResponse(await _unless_gone(http, made.whole()))

@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tide_export.serving.tool_forms import ToolParser
+
 
 class ServerConfig(BaseModel):
     """How a bundle is served."""
@@ -12,6 +14,7 @@ class ServerConfig(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any that is free")
     model_name: str | None = Field(None, description="name of the model in requests; by default the bundle's folder")
     api_key: str | None = Field(None, min_length=1, description="asked of every request to /v1 (TIDE_API_KEY)")
+    tool_parser: ToolParser = Field("auto", description="form of tool calls; auto: as the chat template shows")
     slots: int = Field(8, ge=1, description="requests decoded at the same time")
     waiting: int = Field(64, ge=1, description="requests that may wait; one more is answered 429")
     prompt_tokens: int = Field(512, ge=4, description="tokens of prompts read in one step")

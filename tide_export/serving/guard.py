@@ -19,6 +19,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+GUARDED = ("/v1/", "/tokenize", "/detokenize")  # /tokenizer_info too
 MAX_CLIENTS = 10_000  # whose rate is remembered
 
 
@@ -45,7 +46,7 @@ class Guard:
 
         try:
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-            if scope["path"].startswith("/v1/"):
+            if scope["path"].startswith(GUARDED):
                 self._check_key(headers)
                 self._check_rate(headers, scope)
             await self._app(scope, self._bounded(headers, receive), counted)

@@ -22,18 +22,18 @@ def of_conversation(tokenizer: BundleTokenizer, tokens: Sequence[int], logprobs:
 
 
 def of_completion(
-    tokenizer: BundleTokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+    tokenizer: BundleTokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> Any:
-    """`logprobs` of /v1/completions, of a text that begins at `offset`."""
+    """`logprobs` of /v1/completions, of a text that begins at `offset`. None: of a prompt's first token."""
     texts, offsets = [tokenizer.token_text(token) for token in tokens], list[int]()
     for text in texts:
         offsets.append(offset)
         offset += len(text)
     return {
         "tokens": texts,
-        "token_logprobs": [one.logprob for one in logprobs],
+        "token_logprobs": [one and one.logprob for one in logprobs],
         "top_logprobs": [
-            {tokenizer.token_text(token): value for token, value in reversed(one.top)} for one in logprobs
+            one and {tokenizer.token_text(token): value for token, value in reversed(one.top)} for one in logprobs
         ],
         "text_offset": offsets,
     }

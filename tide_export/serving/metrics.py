@@ -43,11 +43,9 @@ class Metrics:
 
     def ended(self, reason: str, handle: RequestHandle) -> None:
         """Counts a generation that has ended."""
-        stats, cached = handle.stats, handle.cached_tokens
+        stats = handle.stats
         self._ended.labels(handle.mode, reason).inc()
-        self._prompt.inc(stats.prompt_tokens)
-        self._cached.inc(cached)
-        self._hits.inc(cached > 0)
+        self.read(handle)
         for layer, count in Counts(stats.exit_layer).items():
             self._tokens.labels(str(layer)).inc(count)
         run, total = sum(stats.layers_run), stats.num_layers * stats.total_tokens
@@ -58,6 +56,13 @@ class Metrics:
             self._drafts.labels(source, "accepted").inc(accepted)
         if stats.total_tokens > 1:
             self._per_token.observe(stats.decode_seconds / (stats.total_tokens - 1))
+
+    def read(self, handle: RequestHandle) -> None:
+        """Counts the prompt of one."""
+        cached = handle.cached_tokens
+        self._prompt.inc(handle.stats.prompt_tokens)
+        self._cached.inc(cached)
+        self._hits.inc(cached > 0)
 
     def render(self) -> bytes:
         """The text of /metrics."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
+from tide_export.serving.conversation import Function, Message, NamedTool, Tool, check_results
 
 MAX_STOPS = 16
 MAX_CHOICES = 16
@@ -20,7 +21,6 @@ MAX_LOGPROBS = 20  # OpenAI's
 ANY_OBJECT = {"type": "object"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -29,6 +29,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 Stop = Annotated[str, Field(min_length=1)]
+Prompts = str | list[int] | list[str] | list[list[int]]
+
+
+def listed(prompts: Prompts) -> list[str | list[int]]:
+    """One or several, as text or token ids, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = [prompt for prompt in prompts if not isinstance(prompt, int)]
+    ids = [token for token in prompts if isinstance(token, int)]
+    return several or [ids]
 
 
 class StreamOptions(BaseModel):
@@ -92,6 +102,7 @@ class GenerationRequest(BaseModel, ABC):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
+    json_whitespace: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     mode: Literal["auto", "exit", "full", "lossless"] = "auto"
@@ -108,6 +119,16 @@ class GenerationRequest(BaseModel, ABC):
     @abstractmethod
     def logprobs_wanted(self) -> int | None:
         """Of how many of the most likely tokens; None: no log-probabilities."""
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is shown."""
+        return []
+
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
 
     def _structured(self) -> StructuredOutputs:
         """What the text must be, however it was asked for."""
@@ -136,10 +157,12 @@ class GenerationRequest(BaseModel, ABC):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias or {},
             logprobs=self.logprobs_wanted,
+            prompt_logprobs=self.prompt_logprobs_wanted,
             stop_token_ids=[*(() if self.ignore_eos else eos_token_ids), *(self.stop_token_ids or ())],
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or (),
             detokenize=True,
             **self._structured().options(),
+            json_whitespace=self.json_whitespace and not self.offered,  # calls of tools have a grammar of their own
             seed=None if self.seed is None else self.seed + choice,
         )
 
@@ -147,44 +170,38 @@ class GenerationRequest(BaseModel, ABC):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens 0 needs echo: otherwise there is nothing to answer")
+        return self
 
     @property
     def logprobs_wanted(self) -> int | None:
         return self.logprobs
 
     @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """One or several, as text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
-        ids = [token for token in self.prompt if isinstance(token, int)]
-        return several or [ids]
-
-
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return listed(self.prompt)
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -194,6 +211,41 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ChatRequest":
+        check_results(self.messages)
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"tools holds {twice!r} twice")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice 'required' needs tools")
+        if named is not None and named not in names:
+            raise ValueError(f"tool_choice names {named!r}, which is not among the tools")
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def callable(self) -> list[Function]:
+        """The functions that it may call."""
+        functions = [tool.function for tool in self.offered]
+        if isinstance(self.tool_choice, NamedTool):
+            return [one for one in functions if one.name == self.tool_choice.function.name]
+        return functions
+
+    @property
+    def must_call(self) -> bool:
+        """Whether it must call one of them."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def several(self) -> bool:
+        """Whether it may call more than one at once."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @property
     def logprobs_wanted(self) -> int | None:

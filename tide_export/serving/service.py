@@ -1,21 +1,26 @@
 """What answers requests: one engine, its scheduler and its text, apart from HTTP."""
 
+import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tide_export.errors import BundleError, ConstraintError, GenerationError, QueueFullError
 from tide_export.names import WEIGHTS_FILE
 from tide_export.runtime.chat_template import ChatTemplate
+from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.scheduler import AUDIT_RATE, AuditConfig, SchedulerLimits
+from tide_export.serving.call_reader import CallReader
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.metrics import Metrics
 from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from tide_export.serving.tool_calling import ToolCalling
 
+logger = logging.getLogger("tide_export.serving")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 RETRY_SECONDS = 1
 MIN_PREFIX_CACHE_BYTES = 2**28
@@ -24,8 +29,9 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def default_prefix_cache_bytes(engine: Engine) -> int:
-    """As many bytes as the weights have: a larger model has larger K/V. 0 for providers whose sequences share none."""
-    if engine.provider != "cpu":
+    """As many bytes as the weights have: a larger model has larger K/V. 0 for providers whose sequences share none, and
+    models with recurrent states."""
+    if engine.provider != "cpu" or engine.manifest.model.states:
         return 0
     weights = engine.manifest.files.get(WEIGHTS_FILE)
     return max(MIN_PREFIX_CACHE_BYTES, weights.size if weights else 0)
@@ -37,16 +43,21 @@ class Piece:
 
     text: str
     tokens: list[int]  # new ones
-    logprobs: list[TokenLogprobs] | None  # of them
+    logprobs: Sequence[TokenLogprobs | None] | None  # of them
     finish_reason: str | None = None
+    echoed: bool = False  # whether it is the prompt's
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in tokens; `text` is what it was encoded from, if it was."""
+    """A prompt in tokens, and how many may follow it; `text`: what it was encoded from, if it was."""
 
     ids: list[int]
     max_tokens: int
+    text: str | None = None
+
+
+Choices = Sequence[tuple[Prompt, RequestHandle]]
 
 
 class Service:
@@ -77,10 +88,11 @@ class Service:
             audit = AuditConfig(rate=config.audit_rate or AUDIT_RATE, epsilon=config.audit_epsilon)
         self.scheduler = engine.scheduler(limits, audit=audit)
         self.metrics = Metrics(self.scheduler)
-        self._template: ChatTemplate | None = None
+        self._calling: ToolCalling | None = None
         self._no_template = ""
         try:
-            self._template = ChatTemplate(engine.bundle.path)
+            self._calling = ToolCalling(ChatTemplate(engine.bundle.path), self.tokenizer, config.tool_parser)
+            logger.info("%s", self._calling.sentence())
         except BundleError as error:
             self._no_template = str(error)
 
@@ -91,22 +103,36 @@ class Service:
             ApiError: another model, no chat template, or messages that it refuses; more choices than the queue ever
                 takes; a prompt that leaves no room in the model's context.
         """
-        if request.model != self.model:
-            raise ApiError(404, f"there is no model {request.model!r} here, but {self.model!r}", "not_found_error")
+        self.check_model(request.model)
         prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
         choices, room = prompts * request.n, self.scheduler.limits.slots + self.config.waiting
         if choices > room:
             raise ApiError(400, f"prompt and n ask for {choices} choices, and this server takes {room} at a time")
+        texts: list[str | None]
         try:
             if isinstance(request, ChatRequest):
-                encoded = [self._conversation(request)]
+                texts, encoded = [None], [self.conversation(request)]
                 asked = request.max_completion_tokens or request.max_tokens or self.config.max_tokens
             else:
-                encoded = [self.tokenizer.encode(one) if isinstance(one, str) else one for one in request.prompts]
-                asked = request.max_tokens or DEFAULT_COMPLETION_TOKENS
+                texts = [one if isinstance(one, str) else None for one in request.prompts]
+                encoded = self.encoded(request.prompts)
+                asked = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         except GenerationError as error:
             raise ApiError(400, str(error)) from None
-        return [Prompt(ids, self._room(ids, asked)) for ids in encoded]
+        return [Prompt(ids, self._room(ids, asked), text) for ids, text in zip(encoded, texts, strict=True)]
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError: the server has another model."""
+        if name != self.model:
+            raise ApiError(404, f"there is no model {name!r} here, but {self.model!r}", "not_found_error")
+
+    def conversation(self, request: ChatRequest) -> list[int]:
+        """The tokens of a conversation. Raises GenerationError: its template refuses it; ApiError: there is none."""
+        return self._chat().encode(request)
+
+    def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """The tokens of each. Raises GenerationError: a text has none."""
+        return [self.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
 
     def submit(self, request: GenerationRequest, prompt: Prompt) -> list[RequestHandle]:
         """Puts the choices of one prompt into the queue, all or none.
@@ -114,13 +140,16 @@ class Service:
         Raises:
             ApiError: the server is stopping, the queue is full, or an option or the prompt is refused.
         """
+        return self.put(prompt.ids, self._configs(request, prompt))
+
+    def put(self, ids: Sequence[int], configs: Iterable[GenerationConfig]) -> list[RequestHandle]:
+        """Puts generations after the same tokens into the queue, all or none. Raises as `submit`."""
         handles = list[RequestHandle]()
         if self.scheduler.closed:
             raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
         try:
-            for choice in range(request.n):
-                config = request.config(prompt.max_tokens, choice, self.engine.manifest.model.eos_token_ids)
-                handles.append(self.scheduler.submit(prompt.ids, config, timeout=self.config.request_seconds))
+            for config in configs:
+                handles.append(self.scheduler.submit(ids, config, timeout=self.config.request_seconds))
         except GenerationError as error:
             cancel(handles)
             if isinstance(error, QueueFullError):
@@ -128,7 +157,7 @@ class Service:
             raise ApiError(400, str(error)) from None
         return handles
 
-    async def pieces(self, handle: RequestHandle) -> AsyncIterator[Piece]:
+    async def pieces(self, handle: RequestHandle) -> AsyncGenerator[Piece]:
         """The text of one choice, piece by piece.
 
         Raises:
@@ -158,25 +187,41 @@ class Service:
         finally:
             handle.cancel()
             self.metrics.ended(handle.finish_reason or "cancelled", handle)
-        reason = FINISH_REASONS.get(handle.finish_reason or "")
-        if handle.finish_reason == "cancelled":
-            raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
-        if reason is None:
-            raise ApiError(504, f"the request took longer than {self.config.request_seconds:g} s", "server_error")
+        reason = self.reason(handle)
         text = handle.text or ""
         yield piece(reason)
 
-    def _conversation(self, request: ChatRequest) -> list[int]:
-        if self._template is None:
+    def reader(self, request: GenerationRequest) -> CallReader | None:
+        """Reads the tool calls of one answer; None: no tools are offered."""
+        return self._chat().reader(request) if isinstance(request, ChatRequest) and request.offered else None
+
+    def _chat(self) -> ToolCalling:
+        if self._calling is None:
             raise ApiError(400, self._no_template)
-        return self._template.encode(self.tokenizer, [message.plain() for message in request.messages])
+        return self._calling
+
+    def _configs(self, request: GenerationRequest, prompt: Prompt) -> Iterator[GenerationConfig]:
+        for choice in range(request.n):
+            # One token at least: the step over the prompt's last makes it.
+            config = request.config(max(prompt.max_tokens, 1), choice, self.engine.manifest.model.eos_token_ids)
+            if isinstance(request, ChatRequest) and request.offered:
+                config = self._chat().config(request, config)
+            yield config
+
+    def reason(self, handle: RequestHandle) -> str:
+        """Why a generation has ended. Raises ApiError: the server stopped it, or it took too long."""
+        if handle.finish_reason == "cancelled":
+            raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
+        if handle.finish_reason not in FINISH_REASONS:
+            raise ApiError(504, f"the request took longer than {self.config.request_seconds:g} s", "server_error")
+        return FINISH_REASONS[handle.finish_reason]
 
     def _room(self, ids: Sequence[int], asked: int) -> int:
         """Tokens that an answer to a prompt may have."""
         context = self.engine.manifest.model.context_length
         if context is None:
             return asked
-        if len(ids) >= context:
+        if len(ids) >= context + (asked == 0):
             raise ApiError(
                 400, f"the prompt has {len(ids)} tokens, and the model's context of {context} leaves no room to answer"
             )
@@ -189,7 +234,7 @@ def cancel(handles: Sequence[RequestHandle]) -> None:
         handle.cancel()
 
 
-def usage(choices: Sequence[tuple[Prompt, RequestHandle]], completion_tokens: int) -> dict[str, Any]:
+def usage(choices: Choices, completion_tokens: int) -> dict[str, Any]:
     """OpenAI's `usage`; of the choices of one prompt, the first says how much of it was cached."""
     first = {id(prompt): (prompt, handle) for prompt, handle in reversed(choices)}.values()
     prompt_tokens = sum(len(prompt.ids) for prompt, _ in first)

@@ -112,6 +112,8 @@ struct GenerationConfig {
   std::map<std::int64_t, double> logit_bias;  // added, by token id
   // Returns the log-probabilities, by the model's own logits, of each token and of this many most likely; none: no.
   std::optional<std::int64_t> logprobs;
+  // The same of the prompt's tokens (`Generation::prompt_logprobs`), which all run through every layer, in every mode; none: no.
+  std::optional<std::int64_t> prompt_logprobs;
   // Of the random numbers; none: a random one for each sequence. The same seed gives the same tokens in C++, C and Python.
   std::optional<Seed> seed;
   std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's; an empty list: never stop
@@ -121,7 +123,8 @@ struct GenerationConfig {
   std::optional<Drafting> drafting;  // of lossless mode; none: the bundle's
   // Lossless mode: drafts of the bundle's drafter before one verification, at most; 0: none. None: the bundle's.
   std::optional<std::int64_t> drafter;
-  bool states = false;  // mode full: gives the final states of all tokens that were run (`Generation::states`)
+  // Gives `Generation::states`; modes full and, for lists and schedulers, exit.
+  bool states = false;
   // Lists of prompts, in [0, 1]: if a smaller share of the sequences needs a segment, only those run it; else all with
   // pending tokens run it too. Changes speed, never tokens. Default in lossless mode: 0.
   std::optional<double> compaction_threshold;
@@ -131,6 +134,12 @@ struct GenerationConfig {
 struct TokenLogprobs {
   double logprob;                                     // of the token
   std::vector<std::pair<std::int64_t, double>> top;  // the most likely tokens, best first; of equal ones the lowest id
+};
+
+// A token of a prompt.
+struct PromptToken {
+  std::int64_t id;
+  TokenLogprobs logprobs;
 };
 
 // One generated token.
@@ -157,7 +166,9 @@ struct Generation {
   FinishReason finish_reason = FinishReason::length;
   std::optional<std::string> text;  // of the tokens, up to a stop string, where GenerationConfig::detokenizer makes it
   std::vector<TokenLogprobs> logprobs;  // one per token where GenerationConfig::logprobs asks for them
-  // [prompt's tokens + tokens - 1, width], what the model's head reads, where GenerationConfig::states asks for them.
+  std::vector<PromptToken> prompt_logprobs;  // all but the first, where GenerationConfig::prompt_logprobs asks for them
+  // What the model's head reads, where GenerationConfig::states asks for it. Mode full: of all tokens that were run,
+  // [prompt's tokens + tokens - 1, width]. Mode exit: for each token, at its exit, [tokens, width].
   std::vector<float> states;
 };
 

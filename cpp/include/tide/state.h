@@ -32,6 +32,7 @@ struct StepResult {
   // [state_rows, state_width], the final states of all tokens that the last segment ran over, where they were asked for.
   float const* states = nullptr;
   std::size_t state_rows = 0, state_width = 0;
+  float const* exit_state = nullptr;  // [state_width], what the head read of the last position, where that was asked for
   // [rows] in place of logits, where `Engine::generate` needs no others; never of a step that you make yourself.
   Candidates const* candidates = nullptr;
 
@@ -59,8 +60,9 @@ class State {
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t logits_to_keep = 1, bool full = false);
   StepResult step(std::vector<std::int64_t> const& ids, std::int64_t logits_to_keep = 1, bool full = false);
 
-  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, or its K/V are
-  // propagated.
+  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, its K/V are propagated,
+  // or its recurrent states are not known there: of a step's tokens they are at the last 32, and before them if these are
+  // all.
   void rewind(std::int64_t length);
 
   // Replaces the thresholds, one per checkpoint, from the next step on; pending tokens stay pending. Throws
@@ -74,6 +76,9 @@ class State {
 
   // Internal: lets steps give the largest `count` logits alone, where the engine can; 0: all. And no scores.
   void use_candidates(std::size_t count);
+
+  // Internal: how many tokens a rewind will not remove, but those of the next step.
+  void settle(std::int64_t tokens);
 
   // Internal: lets steps give final states.
   void use_states(bool states);

@@ -196,10 +196,13 @@ TIDE_API const char* tide_generation_finish_reason(const tide_generation* genera
 TIDE_API const char* tide_generation_stats(const tide_generation* generation); /* a JSON object, as ExitStats.as_dict */
 /* The text, up to a stop string; NULL without the options "stop" and "detokenize". */
 TIDE_API const char* tide_generation_text(const tide_generation* generation, size_t* size);
-/* float [count], the final states one after the other, where option "states" asks for them. */
+/* float [count], the states one after the other, where option "states" asks for them: in mode "full" of all tokens that were
+ * run, in mode "exit" of each new one, at its exit. */
 TIDE_API const float* tide_generation_states(const tide_generation* generation, size_t* count);
 /* Of the token of this number, as in tide_token. */
 TIDE_API const tide_logprob* tide_generation_logprobs(const tide_generation* generation, size_t token, size_t* count);
+/* Of the prompt's token after the one of this number, where option "prompt_logprobs" asks for them. */
+TIDE_API const tide_logprob* tide_generation_prompt_logprobs(const tide_generation* generation, size_t token, size_t* count);
 TIDE_API void tide_generation_free(tide_generation* generation);
 
 /* --- schedulers ---------------------------------------------------------------------------------------------------- */

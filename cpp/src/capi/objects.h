@@ -115,12 +115,15 @@ struct tide_generation {
     for (std::size_t i = 0; i < generation.logprobs.size(); ++i) {
       logprobs.push_back(tide::capi::logprobs_of(generation.tokens[i], generation.logprobs[i]));
     }
+    for (tide::PromptToken const& one : generation.prompt_logprobs) {
+      prompt_logprobs.push_back(tide::capi::logprobs_of(one.id, one.logprobs));
+    }
   }
 
   tide::Generation generation;
   std::string stats;
   bool ended;
-  std::vector<tide::Logprobs> logprobs;
+  std::vector<tide::Logprobs> logprobs, prompt_logprobs;
 };
 
 struct tide_token_stream {

@@ -95,6 +95,7 @@ GenerationConfig generation_config(char const* text, std::function<Detokenizer()
       {"frequency_penalty", [&](Field const& field) { config.frequency_penalty = field.real(); }},
       {"logit_bias", [&](Field const& field) { config.logit_bias = biases(field); }},
       {"logprobs", [&](Field const& field) { config.logprobs = field.whole(); }},
+      {"prompt_logprobs", [&](Field const& field) { config.prompt_logprobs = field.whole(); }},
       {"seed", [&](Field const& field) { config.seed = one_or_each(field, &Field::whole, &Field::wholes); }},
       {"stop_token_ids", [&](Field const& field) { config.stop_token_ids = field.wholes(); }},
       {"stop", [&](Field const& field) { config.stop = field.is_list() ? field.texts() : std::vector{field.text()}; }},

@@ -17,6 +17,13 @@ tide_status put_piece(tide_text_stream* stream, char const** piece, std::size_t*
   });
 }
 
+// The log-probabilities of the token of this number, where there are any.
+tide_logprob const* put_logprobs(std::vector<tide::Logprobs> const& all, std::size_t token, std::size_t* count) {
+  bool const there = token < all.size();
+  *count = there ? all[token].size() : 0;
+  return there ? all[token].data() : nullptr;
+}
+
 }  // namespace
 
 char const* tide_version() { return TIDE_EXPORT_VERSION; }
@@ -154,9 +161,12 @@ float const* tide_generation_states(tide_generation const* generation, std::size
 }
 
 tide_logprob const* tide_generation_logprobs(tide_generation const* generation, std::size_t token, std::size_t* count) {
-  bool const there = token < generation->logprobs.size();
-  *count = there ? generation->logprobs[token].size() : 0;
-  return there ? generation->logprobs[token].data() : nullptr;
+  return put_logprobs(generation->logprobs, token, count);
+}
+
+tide_logprob const* tide_generation_prompt_logprobs(tide_generation const* generation, std::size_t token,
+                                                    std::size_t* count) {
+  return put_logprobs(generation->prompt_logprobs, token, count);
 }
 
 void tide_generation_free(tide_generation* generation) { delete generation; }

@@ -49,13 +49,14 @@ std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request
   if (request.drafts) {
     decoder = make_lossless_decoder(manifest.depths(), manifest.model.context_length, std::move(sampler), *request.drafts,
                                     request.stop_token_ids, drafter, balances);
-  } else if (audit != nullptr && request.mode == Mode::exit) {
+  } else if (audit != nullptr && request.auditable()) {
     decoder = make_audited_decoder(std::move(sampler), manifest.depths(), audit);
   } else {
     decoder = std::make_unique<OneByOne>(std::move(sampler), manifest.depths());
   }
   decoder->candidates = candidates;
-  decoder->keeps_states = request.states;
+  decoder->keeps_states = request.states && request.mode == Mode::full;
+  decoder->keeps_exit_states = request.states && request.mode == Mode::exit;
   return decoder;
 }
 

@@ -52,8 +52,9 @@ class Decoder {
   // Whether it reads the final states of steps.
   virtual bool reads_states() const { return keeps_states; }
 
-  // Takes the final states of a step, before `take`; of a request that is run in parts, of each part.
+  // Takes the states of a step, before `take`; of a request that is run in parts, of each part.
   void read_states(StepResult const& result) {
+    if (keeps_exit_states) return states_.assign(result.exit_state, result.exit_state + result.state_width);
     states_.insert(states_.end(), result.states, result.states + result.state_rows * result.state_width);
   }
 
@@ -75,7 +76,9 @@ class Decoder {
   std::int64_t lookup_drafted = 0, lookup_accepted = 0;  // of these, prompt-lookup drafts
   std::int64_t learned_drafted = 0, learned_accepted = 0;  // of these, drafts of the bundle's drafter
   bool keeps_states = false;    // whether the generation is to have its final states
+  bool keeps_exit_states = false;  // or those that its tokens exited with
   Company others;               // what the next step runs beside this sequence
+  std::int64_t settled = 0;                              // tokens before the block, which no rewind removes
   std::int64_t undone = 0;                               // positions that every layer computed and a rewind removed
   std::size_t candidates = 0;                            // see `Sampler::candidates`
 

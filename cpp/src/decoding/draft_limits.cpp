@@ -23,6 +23,11 @@ DraftLimits::DraftLimits(Drafting const& drafting)
       verify_costs(drafting.verify_costs),
       drafter_cost(drafting.drafter_cost.value_or(kDrafterCost)) {}
 
+void DraftLimits::undo(std::int64_t tokens) {
+  std::int64_t const most = (tokens - 1) / 2;  // by exits or the drafter, and as many n-grams after them
+  for (std::int64_t* const limit : {&max_drafts, &prompt_lookup, &drafter}) *limit = std::min(*limit, most);
+}
+
 void check_drafting(Drafting const& drafting, std::size_t checkpoints) {
   auto const require = [](bool holds, char const* what) {
     if (!holds) throw GenerationError(std::string("drafting.") + what);

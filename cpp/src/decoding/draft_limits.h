@@ -13,6 +13,9 @@ struct DraftLimits {
   DraftLimits() = default;
   explicit DraftLimits(Drafting const& drafting);
 
+  // Keeps what one verification may reject within so many tokens.
+  void undo(std::int64_t tokens);
+
   std::int64_t max_drafts = 0;     // early exits that one verification may cover; 0: none
   std::int64_t prompt_lookup = 0;  // tokens of one prompt-lookup draft, at most; 0: none
   std::int64_t drafter = 0;        // drafts of the bundle's drafter that one verification may cover; 0: none

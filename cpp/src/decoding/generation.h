@@ -28,6 +28,7 @@ class Progress {
 
   // Begins the next block. Where it throws, it is to be called again.
   void begin(Decoder& decoder) const {
+    decoder.settled = decoder.length();
     decoder.begin(next_ids_, request_.max_new_tokens - generation_.stats.total_tokens());
   }
 
@@ -37,6 +38,9 @@ class Progress {
   // computed: tokens that each segment of the sequence has run over. seconds: that the block took.
   std::size_t take(std::vector<Token> const& block, Decoder& decoder, std::vector<std::int64_t> const& computed,
             double seconds, std::function<bool(Token const&)> const& on_token);
+
+  // Takes the log-probabilities of the prompt's tokens.
+  void take(std::vector<PromptToken> const& prompt) { generation_.prompt_logprobs = prompt; }
 
   // Ends it after the last token; its text is then complete.
   void finish(FinishReason reason);

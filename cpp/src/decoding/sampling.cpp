@@ -118,9 +118,10 @@ struct Drawn {
   }
 };
 
-// The log-probabilities of a token and of the k most likely.
+}  // namespace
+
 TokenLogprobs logprobs_of(float const* logits, std::size_t vocabulary, std::int64_t token, std::size_t k) {
-  double const best = *std::max_element(logits, logits + vocabulary);
+  double const best = LogitsRow(logits, vocabulary).most();
   double sum = 0;
   for (std::size_t i = 0; i < vocabulary; ++i) sum += std::exp(double{logits[i]} - best);
   double const total = best + std::log(sum);
@@ -132,8 +133,6 @@ TokenLogprobs logprobs_of(float const* logits, std::size_t vocabulary, std::int6
   }
   return logprobs;
 }
-
-}  // namespace
 
 Sampler::Sampler(GenerationConfig const& config, std::optional<std::int64_t> seed)
     : temperature_(real_number("temperature", config.temperature)),

@@ -19,6 +19,9 @@ namespace tide {
 
 class LogitsRow;
 
+// The log-probabilities of a token and of the k most likely. Throws GenerationError: the logits are not finite.
+TokenLogprobs logprobs_of(float const* logits, std::size_t vocabulary, std::int64_t token, std::size_t k);
+
 // A chosen token.
 struct Choice {
   std::int64_t id;

@@ -27,8 +27,10 @@ void Job::begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, Dr
                 std::shared_ptr<Balances> const& balances) {
   decoder_ = make_decoder(manifest_, *request_, number_, audit, drafter, balances);
   progress_.begin(*decoder_);
-  sequence.candidates = decoder_->candidates;
+  if (request_->prompt_logprobs) scores_.emplace(manifest_, prompt_, *request_->prompt_logprobs);
+  sequence.candidates = scores_ ? 0 : decoder_->candidates;
   sequence.states = decoder_->reads_states();
+  sequence.exit_state = decoder_->keeps_exit_states;
   sequence_ = &sequence;
 }
 
@@ -45,6 +47,13 @@ std::vector<std::int64_t> Job::text() const {
 }
 
 StepRequest const* Job::next_step(std::int64_t limit, bool whole) {
+  sequence_->settled = decoder_->settled;
+  if (scores_prompt()) {
+    if (limit < 1) return nullptr;
+    StepRequest const& piece = scores_->request(limit);
+    count_ = piece.ids.size();
+    return &piece;
+  }
   StepRequest const& request = decoder_->request();
   auto const rest = static_cast<std::int64_t>(request.ids.size() - stepped_);
   std::int64_t count = rest;
@@ -57,14 +66,22 @@ StepRequest const* Job::next_step(std::int64_t limit, bool whole) {
   auto const first = request.ids.begin() + static_cast<std::ptrdiff_t>(stepped_);
   part_.ids.assign(first, first + count);
   part_.logits_to_keep = request.logits_to_keep;
-  part_.full = request.full;
+  part_.full = request.full || (whole && scores_ && reads_prompt_);  // as it would be with the rest of the prompt
   return &part_;
 }
 
 bool Job::take(StepResult const& result, double seconds) {
   seconds_ += seconds;
-  stepped_ += count_;
   decoder_->read_states(result);
+  if (scores_prompt()) {
+    scores_->take(result);
+    stepped_ += count_;
+    if (!scores_->done()) return false;
+    std::lock_guard<std::mutex> const lock(mutex_);
+    progress_.take(scores_->tokens());
+    return false;
+  }
+  stepped_ += count_;
   if (stepped_ < decoder_->request().ids.size()) return false;
   stepped_ = 0;
   std::vector<Token> block = decoder_->take(result);
@@ -86,6 +103,7 @@ bool Job::take(StepResult const& result, double seconds) {
 
 void Job::end(std::optional<FinishReason> reason, std::exception_ptr error) noexcept {
   decoder_.reset();
+  scores_.reset();
   sequence_ = nullptr;
   part_ = {};
   {

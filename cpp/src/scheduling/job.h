@@ -13,6 +13,7 @@
 #include "sequence.h"
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
+#include "decoding/prompt_scores.h"
 #include "request.h"
 
 namespace tide {
@@ -61,7 +62,8 @@ class Job {
   std::int64_t left() const { return request_->max_new_tokens - static_cast<std::int64_t>(tokens_.size()); }  // at most
   bool unread() const { return sequence_->length() == 0; }  // whether its sequence is empty
   bool reads_prompt() const { return reads_prompt_; }       // whether it has no token yet
-  bool verifies() const { return decoder_->verifies(); }
+  bool scores_prompt() const { return scores_ && !scores_->done(); }  // whether the next step is for log-probabilities
+  bool verifies() const { return scores_prompt() || decoder_->verifies(); }
   Decoder& decoder() const { return *decoder_; }
 
   std::vector<std::int64_t> const& prompt() const { return prompt_; }
@@ -104,6 +106,7 @@ class Job {
   Manifest const& manifest_;  // which outlives the steps
   std::size_t const number_;  // of the prompt of its request
   std::unique_ptr<Decoder> decoder_;  // while it has a slot
+  std::optional<PromptScores> scores_;  // where the prompt's log-probabilities are asked for
   SequenceState* sequence_ = nullptr;
   StepRequest part_;         // of the decoder's request, if it is divided
   std::size_t stepped_ = 0;  // tokens of the decoder's request that steps have run over

@@ -104,6 +104,9 @@ std::unique_ptr<PrefixCache> open_prefix_cache(Manifest const& manifest, Batch& 
     throw GenerationError(
         "prefix_cache_bytes is for provider 'cpu': sequences of other providers share no K/V, so leave it at 0");
   }
+  if (!manifest.model.states.empty()) {
+    throw GenerationError("prefix_cache_bytes is for models whose state is keys and values alone: leave it at 0");
+  }
   return std::make_unique<PrefixCache>(manifest, *paged, max_bytes);
 }
 

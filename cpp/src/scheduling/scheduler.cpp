@@ -31,9 +31,6 @@ RequestHandle Scheduler::submit(std::vector<std::int64_t> const& prompt, Generat
   check_prompt(bundle.manifest, prompt, "the prompt");
   auto const request =
       std::make_shared<Request>(bundle, without_auto(bundle, config, engine_.auto_mode(slots_), false), std::nullopt);
-  if (request->states && loop_->caches_prefixes()) {
-    throw GenerationError("states is for a scheduler without a prefix cache, whose tokens are not run");
-  }
   std::optional<double> deadline;
   if (timeout) deadline = seconds_now() + real_number("timeout", *timeout);
   std::shared_ptr<Job> const job(new Job(bundle.manifest, prompt, request, 0, deadline, nullptr), Process());

@@ -19,7 +19,7 @@ std::int64_t kv_tokens_of(Batch const& batch, Manifest const& manifest, Schedule
   std::int64_t const limit = limits.kv_tokens.value_or(kNoLimit);
   if (batch.max_tokens() == kNoLimit) return limit;
   // Each has a page that is not full, and another while it copies one that the prefix cache has too.
-  std::int64_t const cached = limits.prefix_cache_bytes / manifest.kv_token_bytes();
+  std::int64_t const cached = limits.prefix_cache_bytes / std::max<std::int64_t>(manifest.kv_token_bytes(), 1);
   std::int64_t const unused = 2 * kPageTokens * static_cast<std::int64_t>(batch.free_slots());
   return std::min(limit, std::max<std::int64_t>(batch.max_tokens() - cached - unused, 0));
 }
@@ -213,7 +213,7 @@ void StepLoop::admit() noexcept {
 
 // Those of a request that begins now.
 std::vector<double> StepLoop::thresholds_of(Request const& request) const {
-  bool const audited = audit_ != nullptr && request.mode == Mode::exit;
+  bool const audited = audit_ != nullptr && request.auditable();
   return audited ? audit_->raised(request.thresholds) : request.thresholds;
 }
 
@@ -301,22 +301,24 @@ void StepLoop::choose_steps() noexcept {
     Job const &one = *slots_[a], &other = *slots_[b];
     return one.reads_prompt() != other.reads_prompt() ? other.reads_prompt() : one.number < other.number;
   });
-  std::int64_t left = limits_.prompt_tokens;
+  std::int64_t left = limits_.prompt_tokens, rows = PromptScores::rows(backend_->manifest());
   for (std::size_t const slot : order_) {
     Job& job = *slots_[slot];
     try {
-      if (prefixes_ != nullptr && left > 0 && job.unread()) {
+      if (prefixes_ != nullptr && left > 0 && job.unread() && !job.request().reads_all()) {
         job.skip(prefixes_->begin(slot, job.prompt()));
       }
       show_others(job);
       std::size_t const before = job.decoder().planned();
-      steps_[slot] = job.next_step(left, backend_->manifest().propagates());
+      steps_[slot] = job.next_step(job.scores_prompt() ? std::min(left, rows) : left, backend_->manifest().propagates());
       tokens_ += job.decoder().planned() - before;
     } catch (...) {
       fail(slot, std::current_exception());
       continue;
     }
-    if (steps_[slot] != nullptr && job.reads_prompt()) left -= static_cast<std::int64_t>(steps_[slot]->ids.size());
+    auto const count = static_cast<std::int64_t>(steps_[slot] == nullptr ? 0 : steps_[slot]->ids.size());
+    if (job.reads_prompt()) left -= count;
+    if (job.scores_prompt()) rows -= count;
   }
   requests_.clear();
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {

@@ -37,7 +37,6 @@ class StepLoop {
   std::size_t running() const;
   bool closed() const;
   bool in_step() const { return stepper_ == std::this_thread::get_id(); }
-  bool caches_prefixes() const { return prefixes_ != nullptr; }
   std::int64_t prefix_cache_bytes() const { return prefixes_ == nullptr ? 0 : prefixes_->bytes(); }
 
   // A step by the reader of a handle; false: the thread does them.

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -38,12 +39,17 @@ class SegmentBackend final : public Backend {
   void give_back_drafts(std::unique_ptr<DraftBuffers> buffers) noexcept { idle_drafts_.push(std::move(buffers)); }
 
  private:
+  // Opens networks with the embedding that they read.
+  DeviceNetworks open(NetworksOf part);
+
   std::unique_ptr<SegmentBuffers> take(Idle<SegmentBuffers>& idle, std::size_t slots);
 
   std::vector<NetworkSpec> specs_;
   std::optional<NetworkSpec> drafter_spec_;
   std::optional<DraftsInfo> drafts_info_;
   OpenDevice const open_device_;
+  std::mutex embedding_mutex_;
+  Buffer embedding_;  // once for all devices, which are on one GPU; none: it has not been read, or there is none
   Idle<SegmentBuffers> idle_, idle_batches_;
   Idle<DraftBuffers> idle_drafts_;
 };

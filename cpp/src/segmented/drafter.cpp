@@ -24,6 +24,7 @@ DraftBuffers::DraftBuffers(NetworkSpec const& spec, DeviceNetworks device_networ
       dtype_(spec[names::kHiddenStates].dtype),
       lengths_(slots),
       written_(slots),
+      embedding_(std::move(device_networks.embedding)),
       logits_(slots * info.tokens.size()),
       states_(slots * info.width) {
   sizes_.capacity = info.max_rows;
@@ -133,6 +134,7 @@ void DraftBuffers::run(Run const& run, std::vector<SlotDraft const*> const& by_s
     if (tensor.name == names::kTokenIndices) address = indices_->address(0);
     if (tensor.name == names::kPastLengths) address = inputs_->address(kLengths);
     if (tensor.name == names::kLastTokens) address = inputs_->address(kLast);
+    if (tensor.name == names::kEmbedding) address = embedding_.address;
     if (tensor.name == names::kLogits) address = outputs_->address(kLogits);
     if (tensor.name == names::kNewHiddenStates) address = outputs_->address(kNewStates);
     if (spec_.is_kv_input(i)) address = kv_[kv++].address + run.start() * tensor.size();

@@ -49,6 +49,7 @@ class DraftBuffers {
   std::string const dtype_;                               // of states
   std::vector<std::int64_t> lengths_, written_;           // rows of each slot, and rows whose K/V may not be zero
   std::unique_ptr<Block> indices_, inputs_, outputs_;
+  Buffer const embedding_;
   std::vector<Buffer> kv_;                 // as the specification lists them
   std::vector<float> logits_, states_;     // of the last rows, by slot
 };

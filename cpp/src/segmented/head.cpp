@@ -14,7 +14,7 @@ enum Found : std::size_t { kBestToken, kBestLogit, kTopLogits, kTopTokens };  //
 }  // namespace
 
 Head::Head(std::vector<NetworkSpec> const& specs, std::vector<std::unique_ptr<Network>> const& networks, Device& device,
-           NetworksInfo const& info, Buffer exits, std::size_t slots)
+           NetworksInfo const& info, Buffer exits, Buffer embedding, std::size_t slots)
     : info_(info),
       networks_(networks),
       device_(device),
@@ -23,6 +23,7 @@ Head::Head(std::vector<NetworkSpec> const& specs, std::vector<std::unique_ptr<Ne
       found_tensors_{specs[head_ + 1][names::kBestTokens], specs[head_ + 1][names::kBestLogits],
                      specs[head_ + 2][names::kCandidateLogits], specs[head_ + 2][names::kCandidateTokens]},
       exits_(std::move(exits)),
+      embedding_(std::move(embedding)),
       rows_(device, {static_cast<std::size_t>(info.max_logits) * sizeof(std::int64_t)}) {
   Tensor const& logits = specs[head_][names::kLogits];
   vocabulary_ = static_cast<std::size_t>(logits.shape.back());
@@ -89,7 +90,10 @@ void Head::upload_rows(Plan const& plan) const {
 void Head::queue(Plan const& plan) const {
   auto const slots = static_cast<std::int64_t>(slots_);
   std::byte* const logits = logits_.address;
-  networks_[head_]->run({exits_.address, rows_.address(0), logits}, plan.tokens, slots);
+  std::vector<std::byte*> addresses = {exits_.address, rows_.address(0)};
+  if (info_.embedding && info_.embedding->tied) addresses.push_back(embedding_.address);
+  addresses.push_back(logits);
+  networks_[head_]->run(addresses, plan.tokens, slots);
   if (plan.best) {
     networks_[head_ + 1]->run({logits, found_->address(kBestToken), found_->address(kBestLogit)}, plan.tokens, slots);
   }

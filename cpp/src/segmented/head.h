@@ -33,10 +33,10 @@ struct HeadRow {
 // The networks after the segments, in the buffers of one device.
 class Head {
  public:
-  // exits: the exit states of all `slots`. All but `exits` must outlive it. Throws GenerationError: the device has not
-  // enough memory.
+  // exits: the exit states of all `slots`. embedding: what a tied head reads. All but these two must outlive it. Throws
+  // GenerationError: the device has not enough memory.
   Head(std::vector<NetworkSpec> const& specs, std::vector<std::unique_ptr<Network>> const& networks, Device& device,
-       NetworksInfo const& info, Buffer exits, std::size_t slots);
+       NetworksInfo const& info, Buffer exits, Buffer embedding, std::size_t slots);
 
   // What is fetched for a position that needs so many candidates: these, or 0 for all logits.
   std::size_t count(std::size_t candidates) const;
@@ -76,7 +76,7 @@ class Head {
   std::size_t const slots_;
   std::vector<Tensor> found_tensors_;  // of the small outputs, by part of `found_`
   std::size_t vocabulary_, most_;
-  Buffer exits_;
+  Buffer exits_, embedding_;
   Block rows_;
   Buffer logits_, logits_host_;
   std::unique_ptr<Block> found_;

@@ -23,12 +23,13 @@ SegmentBuffers::SegmentBuffers(std::vector<NetworkSpec> const& specs, DeviceNetw
       device_(std::move(device_networks.device)),
       networks_(std::move(device_networks.networks)),
       written_(slots),
+      embedding_(std::move(device_networks.embedding)),
       exit_states_(specs[specs.size() - names::kAfterSegments][names::kExitStates]),
       last_run_(slots) {
   std::size_t const num_segments = specs.size() - names::kAfterSegments;
   auto const count = static_cast<std::int64_t>(slots);
   exits_ = device_->allocate(std::max(kAlignment, specs[num_segments][names::kExitStates].size(1, count)));
-  head_ = std::make_unique<Head>(specs, networks_, *device_, info, exits_, slots);
+  head_ = std::make_unique<Head>(specs, networks_, *device_, info, exits_, embedding_, slots);
   indices_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{bytes_of(info.max_tokens)});
   std::iota(indices_->host<std::int64_t>(0), indices_->host<std::int64_t>(0) + info.max_tokens, 0);
   for (std::size_t k = 0; k < num_segments; ++k) add_segment(k);
@@ -71,6 +72,7 @@ void SegmentBuffers::add_segment(std::size_t k) {
   place(names::kExitFlag).verdict = kFlags;
   place(names::kTokenIndices).address = indices_->address(0);
   place(names::kExitStates).address = exits_.address;
+  place(names::kEmbedding).address = embedding_.address;
   if (k > 0) {
     NetworkSpec const& before = *segments_.back().spec;
     place(names::kPendingStates).address = segments_.back().places[before.index(names::kNextPendingStates)].address;

@@ -25,6 +25,7 @@ namespace tide {
 struct DeviceNetworks {
   std::unique_ptr<Device> device;
   std::vector<std::unique_ptr<Network>> networks;  // destroyed before the device
+  Buffer embedding = {};                           // their input kEmbedding, if they have it
 };
 
 // What a run needs to know of one slot.
@@ -151,6 +152,7 @@ class SegmentBuffers {
   std::vector<std::int64_t> written_;  // tokens of each slot's buffers that may not be zero
   std::vector<Segment> segments_;
   std::vector<Buffer> owned_;
+  Buffer const embedding_;
   Buffer exits_;
   std::unique_ptr<Block> indices_;
   std::unique_ptr<Head> head_;

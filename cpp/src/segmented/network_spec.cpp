@@ -26,6 +26,10 @@ std::string shown(Tensor const& tensor) {
   return tensor.dtype + " [" + dims + "]";
 }
 
+Tensor embedding_input(NetworksInfo const& info) {
+  return {names::kEmbedding, true, kStateTypes.at(info.weights), {info.embedding->rows, info.embedding->width}};
+}
+
 NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t first_layer, std::size_t end_layer) {
   NetworksInfo const& info = *manifest.networks;
   std::string const& state = kStateTypes.at(info.weights);
@@ -40,6 +44,7 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
     outputs.push_back({name, false, dtype, std::move(shape)});
   };
   if (k == 0) input(names::kInputIds, "int64", {kSequences, kTokens});
+  if (k == 0 && info.embedding) inputs.push_back(embedding_input(info));
   if (k > 0) input(names::kPendingStates, state, pending);
   input(names::kTokenIndices, "int64", {kTokens});
   input(names::kPastLengths, "int64", {kSequences});
@@ -77,6 +82,7 @@ NetworkSpec drafter_spec(Manifest const& manifest) {
                     {names::kTokenIndices, true, "int64", {kTokens}},
                     {names::kPastLengths, true, "int64", {kSequences}},
                     {names::kLastTokens, true, "int64", {kSequences}}}};
+  if (manifest.networks->embedding) spec.tensors.push_back(embedding_input(*manifest.networks));
   std::vector<std::int64_t> const kv = {kSequences, drafter.kv_shape.heads, drafter.max_tokens, drafter.kv_shape.head_dim};
   for (char const* kind : names::kKinds) spec.tensors.push_back({names::past(0, kind), true, state, kv});
   spec.tensors.push_back({names::kLogits, false, "float32", {kSequences, 1, tokens}});
@@ -152,10 +158,11 @@ std::vector<NetworkSpec> network_specs(Manifest const& manifest) {
     specs.push_back(segment_spec(manifest, specs.size(), layer, end));
     layer = end;
   }
-  specs.push_back({names::kHead,
-                   {specs[0][names::kExitStates],
-                    {names::kRows, true, "int64", {kTokens}},
-                    {names::kLogits, false, "float32", {kTokens, manifest.model.vocab_size}}}});
+  NetworkSpec head{names::kHead, {specs[0][names::kExitStates], {names::kRows, true, "int64", {kTokens}}}};
+  auto const& embedding = manifest.networks->embedding;
+  if (embedding && embedding->tied) head.tensors.push_back(embedding_input(*manifest.networks));
+  head.tensors.push_back({names::kLogits, false, "float32", {kTokens, manifest.model.vocab_size}});
+  specs.push_back(std::move(head));
   Tensor const logits{names::kLogits, true, "float32", {kTokens, manifest.model.vocab_size}};
   specs.push_back({names::kBest,
                    {logits,

@@ -30,6 +30,7 @@ SegmentedSteps::SegmentedSteps(std::unique_ptr<SegmentBuffers> buffers, Manifest
       lengths_(depths_.size(), std::vector<std::int64_t>(buffers_->slots())),
       results_(buffers_->slots()),
       states_(buffers_->slots()),
+      exit_states_(buffers_->slots()),
       scores_(depths_.size() - 1) {}
 
 std::vector<StepResult> SegmentedSteps::step(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests,
@@ -68,6 +69,7 @@ std::vector<SegmentedSteps::SlotStep> SegmentedSteps::begin(std::vector<Slot>& s
     results_[request.slot].logits.clear();
     results_[request.slot].candidates.clear();
     states_[request.slot].clear();
+    exit_states_[request.slot].clear();
   }
   for (std::size_t k = 0; k < lengths_.size(); ++k) {
     for (std::size_t slot = 0; slot < lengths_[k].size(); ++slot) {
@@ -112,6 +114,7 @@ bool SegmentedSteps::run_on_device(std::vector<SlotStep>& all, double compaction
   rows_.clear();
   for (SlotStep const& one : all) {
     if (lengths_[0][one.slot] != one.before[0]) return false;  // it is the last part of a long one
+    if (one.sequence->exit_state) return false;                // it is known on the host alone which that is
     std::vector<float> thresholds(depths_.size() - 1, kNever);
     if (!one.request->request.full) thresholds = one.rule->thresholds;
     slots.push_back({one.slot, one.total, std::move(thresholds), std::min(one.rule->max_pending, max_pending_),
@@ -206,6 +209,7 @@ void SegmentedSteps::queue_states(std::vector<SlotStep> const& all, std::size_t 
   std::vector<StateRows> states;
   for (SlotStep const& one : all) {
     if (one.sequence->states && one.segments_run >= least) states.push_back(final_states(one));
+    if (one.sequence->exit_state) states.push_back(exit_state(one));
   }
   buffers_->queue_states(std::move(states));
 }
@@ -219,6 +223,12 @@ void SegmentedSteps::add_final_rows(SlotStep const& one) {
 // The states of the tokens that the last segment ran over.
 StateRows SegmentedSteps::final_states(SlotStep const& one) {
   return {one.slot, names::kFinalRow, one.total - one.start, &states_[one.slot]};
+}
+
+// What the head reads of its last token, whose exit is known.
+StateRows SegmentedSteps::exit_state(SlotStep const& one) {
+  bool const exited = *one.exit + 1 < depths_.size();
+  return {one.slot, exited ? names::kExitRow : names::kFinalRow + one.total - 1 - one.start, 1, &exit_states_[one.slot]};
 }
 
 // Adds rows of a sequence's exit states to those that the head is to run over.
@@ -236,9 +246,10 @@ StepResult SegmentedSteps::result(SlotStep const& one) {
   result.logits = found.logits.data();
   result.rows = found.logits.size() / result.vocabulary + found.candidates.size();  // one of them is empty
   if (!found.candidates.empty()) result.candidates = found.candidates.data();
+  result.state_width = static_cast<std::size_t>(buffers_->info().exit_size);
+  if (!exit_states_[one.slot].empty()) result.exit_state = exit_states_[one.slot].data();
   if (!states_[one.slot].empty()) {
     result.states = states_[one.slot].data();
-    result.state_width = static_cast<std::size_t>(buffers_->info().exit_size);
     result.state_rows = states_[one.slot].size() / result.state_width;
   }
   result.exit_layer = depths_[*one.exit];

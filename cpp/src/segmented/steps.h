@@ -64,6 +64,7 @@ class SegmentedSteps {
   void run_head(std::vector<SlotStep>& all, bool alone);
   void queue_states(std::vector<SlotStep> const& all, std::size_t least);
   StateRows final_states(SlotStep const& one);
+  StateRows exit_state(SlotStep const& one);
   StepResult result(SlotStep const& one);
 
   std::unique_ptr<SegmentBuffers> buffers_;
@@ -74,6 +75,7 @@ class SegmentedSteps {
   std::vector<HeadRow> rows_;                       // that the head is to run over
   std::vector<PositionLogits> results_;             // by slot
   std::vector<std::vector<float>> states_;          // by slot, final states of the step so far, where they are asked for
+  std::vector<std::vector<float>> exit_states_;     // by slot, what the head read of the last token, where it is asked for
   std::vector<float> scores_;
 };
 

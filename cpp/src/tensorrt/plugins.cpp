@@ -46,6 +46,7 @@ constexpr char kFound = '+', kFailed = '-';  // the first byte of an answer
     if (function == nullptr) fail();
     versions[i] = function();
   }
+  if (dlsym(library, kCopiedBytes) == nullptr) fail();
   send("+");
   for (char const* version : versions) {
     send(version);

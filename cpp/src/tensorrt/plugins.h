@@ -12,6 +12,8 @@
 
 namespace tide {
 
+constexpr char const* kCopiedBytes = "tide_plugins_copied_bytes";  // in plugins/common/registry.cpp
+
 // A library of this release.
 struct PluginLibrary {
   std::filesystem::path path;

@@ -49,6 +49,8 @@ class ErrorLog final : public nvinfer1::ILogger {
   std::string message_;
 };
 
+using CopiedBytes = std::int64_t();
+
 // The flavour's library.
 class Library {
  public:
@@ -75,12 +77,15 @@ class Library {
         symbol<void*(void*, std::int32_t)>("createInferRuntime_INTERNAL")(&log, NV_TENSORRT_VERSION));
   }
 
-  // Registers the plugins with the library, if they are not registered yet. Throws ProviderError.
-  void register_plugins(std::filesystem::path const& plugins) const {
+  // Registers the plugins with the library, if they are not registered yet. Returns what tells the bytes that they have
+  // copied in this thread since it last told; null: another library's were registered before. Throws ProviderError.
+  CopiedBytes* register_plugins(std::filesystem::path const& plugins) const {
     auto* const registry = symbol<nvinfer1::IPluginRegistry*()>("getPluginRegistry")();
     auto const registered = [&] { return registry->getCreator("TideExit", "1", "tide") != nullptr; };
     if (!registered()) registry->loadLibrary(plugins.c_str());
     if (!registered()) throw ProviderError(kTitle + " cannot load the plugin library " + quoted(plugins));
+    void* const opened = dlopen(plugins.c_str(), RTLD_NOW | RTLD_NOLOAD);
+    return opened == nullptr ? nullptr : reinterpret_cast<CopiedBytes*>(dlsym(opened, kCopiedBytes));
   }
 
  private:
@@ -147,11 +152,12 @@ struct LoadedEngine {
   NetworkSpec spec;
   std::vector<Profile> profiles;
   std::unique_ptr<nvinfer1::ICudaEngine> engine;
+  std::unique_ptr<std::once_flag> copies_told = std::make_unique<std::once_flag>();
 };
 
 // Checks an engine's tensors, K/V buffers updated in place, and profiles. Throws BundleError, naming the difference.
 void check_engine(LoadedEngine const& loaded, std::string const& path) {
-  auto const& [spec, profiles, engine] = loaded;
+  auto const& [spec, profiles, engine, told] = loaded;
   std::vector<Tensor> actual;
   for (std::int32_t i = 0; i < engine->getNbIOTensors(); ++i) {
     char const* const name = engine->getIOTensorName(i);
@@ -195,13 +201,30 @@ void check_engine(LoadedEngine const& loaded, std::string const& path) {
   }
 }
 
+// What the engines' plugins copy because the library does not let them work in place.
+struct Copies {
+  CopiedBytes* take = nullptr;  // null: not known
+  std::function<void(std::string const&)> log;
+
+  // Logs once what a run of an engine copied. Call it in the thread that queued the run.
+  void after_run(LoadedEngine const& engine, std::int64_t batch_size) const {
+    std::int64_t const bytes = take == nullptr ? 0 : take();
+    if (bytes == 0) return;
+    std::call_once(*engine.copies_told, log,
+                   kTitle + " does not let the plugin in " + engine.spec.name + " update " + names::kExitStates +
+                       " in place: a run over " + std::to_string(batch_size) + " sequences copies " +
+                       std::to_string(bytes) + " bytes");
+  }
+};
+
 // One engine with its execution contexts on one device. One a profile runs what is not recorded. A run that is recorded has
 // one of its own, because a recording is of a context's state: TensorRT leaves undefined what it does once the context's
 // shapes or addresses have changed.
 class TrtNetwork final : public Network {
  public:
-  TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory, KernelCache const& kernels)
-      : engine_(engine), device_(device), memory_(std::move(memory)), kernels_(kernels) {}
+  TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory, KernelCache const& kernels,
+             Copies const& copies)
+      : engine_(engine), device_(device), memory_(std::move(memory)), kernels_(kernels), copies_(copies) {}
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
     std::size_t const profile = pick_profile(engine_.profiles, tokens, batch_size);
@@ -224,6 +247,7 @@ class TrtNetwork final : public Network {
       device_.end_recording(kTitle + " cannot record runs of " + engine_.spec.name);
     }
     require(context->context->enqueueV3(stream()), "a run over ", std::to_string(tokens) + " tokens");
+    copies_.after_run(engine_, batch_size);
   }
 
  private:
@@ -279,6 +303,7 @@ class TrtNetwork final : public Network {
   CudaDevice& device_;
   Buffer memory_;
   KernelCache const& kernels_;
+  Copies const& copies_;
   std::map<std::size_t, std::shared_ptr<Context>> contexts_;  // by profile
   std::int64_t recording_ = 0;                                // that is made, or was last
   std::map<Arguments, std::shared_ptr<Context>> recorded_;    // its runs'
@@ -288,6 +313,7 @@ class TrtNetwork final : public Network {
 struct Engines {
   ErrorLog log;
   int gpu = 0;
+  Copies copies;
   std::unique_ptr<nvinfer1::IRuntime> runtime;
   std::vector<LoadedEngine> engines;  // in the order of `network_specs`
   std::unique_ptr<KernelCache> kernels;
@@ -316,7 +342,7 @@ struct Engines {
     DeviceNetworks opened;
     for (LoadedEngine const& engine : engines) {
       if (!is_of(engine.spec, part)) continue;
-      opened.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working, *kernels));
+      opened.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working, *kernels, copies));
     }
     opened.device = std::move(device);
     return opened;
@@ -338,15 +364,19 @@ std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
   std::string const version = library.version();
   check_machine(bundle, version, compute_capability(gpu));
   select_gpu(gpu);
-  if (bundle.manifest.engines->plugins) {
-    library.register_plugins(plugins_to_load(bundle, version, plugins, log).path);
-  }
   auto const loaded = std::make_shared<Engines>();
   loaded->gpu = gpu;
+  if (bundle.manifest.engines->plugins) {
+    loaded->copies = {library.register_plugins(plugins_to_load(bundle, version, plugins, log).path), log};
+  }
   loaded->runtime.reset(library.runtime(loaded->log));
   if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.last());
   std::vector<NetworkSpec> specs = network_specs(bundle.manifest, has_drafter_engine(bundle.manifest));
   for (NetworkSpec const& spec : specs) loaded->load(spec, bundle, log);
+  for (auto const& [name, bytes] : bundle.manifest.engines->copied) {
+    log(kTitle + " copies buffers that " + name + " is to update in place: " + std::to_string(bytes) +
+        " bytes in a run over one sequence");
+  }
   loaded->kernels = std::make_unique<KernelCache>(*loaded->engines.front().engine, version, gpu, log);
   return std::make_shared<SegmentBackend>(std::move(bundle), flavour, std::move(specs),
                                           [loaded](NetworksOf part) { return loaded->open_device(part); });

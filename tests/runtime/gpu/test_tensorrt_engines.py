@@ -4,6 +4,7 @@ stand-in refuses what TensorRT refuses, and overwrites its working memory."""
 import ctypes
 import shutil
 import weakref
+from collections.abc import Callable
 from ctypes import byref, c_int, c_void_p
 from dataclasses import replace
 from enum import Enum
@@ -18,7 +19,7 @@ from generations import PROMPTS, alone, exits, facts, together, tokens_of
 from tiny_engines import TinyLlama
 
 from tide_export import names
-from tide_export.bundle.engine_fields import EnginesInfo, Profile
+from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo, Profile
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for
 from tide_export.bundle.store import write_manifest
@@ -27,6 +28,7 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network
 from tide_export.runtime.tensorrt import cudart as calls
 from tide_export.runtime.tensorrt import engines as opening
+from tide_export.version import __version__
 
 DTYPES = {dtype: name for name, dtype in TENSORRT_TYPES.items()}
 
@@ -100,6 +102,8 @@ class Context:
         assert all(tensor.dims(*run) == self._shapes[name] for name, tensor in spec.inputs.items())
         if cudart.functions.fake_cuda_is_capturing(c_void_p(stream)) and self._last != run:
             return False
+        if spec.name == self._library.copying and self._library.plugins is not None:
+            self._library.plugins.copy(ctypes.c_long(1000 * run[1]))
         if self.memory is None or self.memory[1] < self._engine.device_memory_size_v2:
             return False
         (address, size), addresses, self._last = self.memory, dict(self._addresses), run
@@ -174,6 +178,8 @@ class Library:
 
     def __init__(self, cudart: FakeCudart, networks: CallersNetworks, info: Any) -> None:
         self.cudart, self.networks = cudart, networks
+        self.plugins: ctypes.CDLL | None = None
+        self.copying = ""  # the network whose plugin does not work in place
         self.engines = {
             name: FoundEngine(self, spec, of_network(name, profiles_for(info), info))
             for name, spec in networks.specs.items()
@@ -181,6 +187,12 @@ class Library:
 
     def Runtime(self, log: Any) -> Any:
         return SimpleNamespace(deserialize_cuda_engine=lambda data: self.engines[bytes(data).decode()])
+
+    def get_plugin_registry(self) -> Any:
+        def load_library(path: str) -> None:
+            self.plugins = ctypes.CDLL(path)
+
+        return SimpleNamespace(get_creator=lambda *_: self.plugins, load_library=load_library)
 
 
 @pytest.fixture
@@ -277,3 +289,29 @@ def test_the_gpu_that_was_asked_for(graph: Engine, built: Path, cudart: FakeCuda
     assert tokens_of(alone(engine, PROMPTS[:2])) == tokens_of(alone(graph, PROMPTS[:2]))
     with pytest.raises(ProviderError, match="there is no GPU 2: CUDA finds 2, numbered from 0"):
         load(built, provider="tensorrt", verify=False, device=2)
+
+
+@pytest.mark.parametrize("copying", ["segment_01", ""])
+def test_a_plugin_that_does_not_work_in_place_is_told_once(
+    built: Path, library: Library, compile_library: Callable[..., Path], caplog: pytest.LogCaptureFixture, copying: str
+) -> None:
+    manifest, library.copying = open_bundle(built).manifest, copying
+    assert manifest.engines is not None
+    engines = replace(manifest.engines, plugins=PluginsInfo(__version__, "0" * 64, ("segment_01",)))
+    write_manifest(built, replace(manifest, engines=engines))
+    engine = load(built, provider="tensorrt", verify=False, plugins=compile_library("ours"))
+    caplog.clear()
+    alone(engine, PROMPTS[:2])
+    alone(engine, PROMPTS[:2])
+    sentence = "TensorRT does not let the plugin in segment_01 update exit_states in place: a run over 1 sequences"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ([f"{sentence} copies 1000 bytes"] if copying else [])
+
+
+def test_copies_that_the_builder_reported_are_told_again(built: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = open_bundle(built).manifest
+    assert manifest.engines is not None
+    write_manifest(built, replace(manifest, engines=replace(manifest.engines, copied={"segment_01": 8192})))
+    load(built, provider="tensorrt", verify=False)
+    sentence = "TensorRT copies buffers that segment_01 is to update in place: 8192 bytes in a run over one sequence"
+    assert sentence in caplog.messages

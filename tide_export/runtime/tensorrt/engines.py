@@ -29,10 +29,11 @@ from tide_export.runtime.tensorrt.flavours import (
     configure,
     import_library,
     kernel_cache,
+    warn_of_copies,
 )
 from tide_export.runtime.tensorrt.gpu import compute_capability
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache
-from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
+from tide_export.runtime.tensorrt.plugins import CopyReport, plugins_to_load, register
 
 ALIGNMENT = 256  # bytes; what CUDA allocates at and TensorRT requires of an address
 
@@ -57,8 +58,11 @@ def open_engines(
     flavour, gpu = FLAVOURS[provider], options.get("device", 0)
     library = import_library(flavour)
     _check_machine(bundle, flavour, str(library.__version__), engines, gpu)
+    copies = None
     if engines.plugins is not None:
-        register(library, plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins).path)
+        found = plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins)
+        register(library, found.path)
+        copies = CopyReport(found.path)
     expected = specs(manifest, info)
     if names.engine_file(names.DRAFTER) not in manifest.files:  # `tide-export build` makes it, later than the drafter
         expected.pop(names.DRAFTER, None)
@@ -70,6 +74,7 @@ def open_engines(
             engine = runtime.load(data, str(file.path))
         _check_engine(engine, spec, of_network(name, engines.profiles, info), str(file.path))
         loaded[name] = engine
+    warn_of_copies(flavour, engines.copied or {})
     cache = kernel_cache(flavour, str(library.__version__), gpu)
     size = max(ALIGNMENT, *(engine.device_memory_size_v2 for engine in loaded.values()))
 
@@ -80,9 +85,7 @@ def open_engines(
             {
                 name: TrtNetwork(
                     *(flavour, library, engine, expected[name], of_network(name, engines.profiles, info)),
-                    stream,
-                    memory,
-                    cache,
+                    *(stream, memory, cache, copies),
                 )
                 for name, engine in loaded.items()
             },
@@ -259,9 +262,11 @@ class TrtNetwork:
         stream: int,
         memory: CudaMemory,
         cache: KernelCache | None = None,
+        copies: CopyReport | None = None,
     ) -> None:
         self._flavour, self._library, self._engine, self._spec = flavour, library, engine, spec
         self._profiles, self._stream, self._memory, self._cache = profiles, stream, memory, cache
+        self._copies = copies
         self._contexts: dict[int, Any] = {}  # by profile
         self._recorded: dict[int, dict[_Arguments, Any]] = {}  # by recording
 
@@ -291,6 +296,8 @@ class TrtNetwork:
                 self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
         records = captured or capturable(self._flavour, context, self._stream)
         self._require(context.execute_async_v3(self._stream), f"a run over {tokens} tokens")
+        if self._copies is not None:
+            self._copies.after_run(self._spec.name, batch_size)
         return records
 
     def forget(self, recording: int) -> None:

@@ -6,7 +6,7 @@
 import importlib
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -58,6 +58,19 @@ TENSORRT_RTX = Flavour(
     *(True, False, False, True, RTX_CAPABILITIES),
 )
 FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
+
+
+def warn_of_copies(flavour: Flavour, copied: Mapping[str, int]) -> None:
+    """Logs a warning for every network whose runs copy buffers that they are to update in place.
+
+    Args:
+        copied: bytes in a run over one sequence, by network.
+    """
+    for name, count in copied.items():
+        logger.warning(
+            "%s copies buffers that %s is to update in place: %d bytes in a run over one sequence",
+            *(flavour.title, name, count),
+        )
 
 
 def import_library(flavour: Flavour) -> ModuleType:

@@ -7,6 +7,7 @@ from a bundle: it is named, or part of the installation. Its version is read in 
 library cannot crash this one.
 """
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 from tide_export.bundle.engine_fields import PluginsInfo
 from tide_export.errors import ConfigError, ProviderError
-from tide_export.names import OP_EXIT, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from tide_export.names import EXIT_STATES, OP_EXIT, PLUGIN_NAMESPACE, PLUGIN_VERSION
 from tide_export.runtime.tensorrt.flavours import Flavour
 from tide_export.version import __version__
 
@@ -32,14 +33,17 @@ PACKAGE = Path(__file__).parents[2]
 # Where an installed library is: `cmake --install`ed into the package, or built in a checkout.
 INSTALLED = (PACKAGE / "lib" / LIBRARY, PACKAGE.parent / "build" / "plugins" / "plugins" / LIBRARY)
 
+COPIED_BYTES = "tide_plugins_copied_bytes"  # the library's function (plugins/common/registry.cpp)
+
 # Prints the two versions of the library, one per line.
-PROBE = """
+PROBE = f"""
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
 for name in ("tide_plugins_version", "tide_plugins_tensorrt_version"):
     function = getattr(library, name)
     function.restype = ctypes.c_char_p
     print(function().decode())
+library.{COPIED_BYTES}
 """
 
 
@@ -183,3 +187,27 @@ def register(library: Any, path: str | os.PathLike[str]) -> None:
         registry.load_library(os.fspath(path))
         if registry.get_creator(*exit_op) is None:
             raise ProviderError(f"TensorRT cannot load the plugin library '{path}'")
+
+
+class CopyReport:
+    """Warns of what a network's plugin copies because TensorRT does not let it work in place, once for each network."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: of the plugin library. Where another one's plugins were registered before, nothing is known."""
+        self._reported = set[str]()
+        try:
+            self._take = getattr(ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD), COPIED_BYTES)
+        except OSError:
+            self._take = None
+        else:
+            self._take.restype = ctypes.c_int64
+
+    def after_run(self, network: str, batch_size: int) -> None:
+        """Call it in the thread that queued a run over `batch_size` sequences."""
+        copied = 0 if self._take is None else self._take()
+        if copied and network not in self._reported:
+            self._reported.add(network)
+            logger.warning(
+                "TensorRT does not let the plugin in %s update %s in place: a run over %d sequences copies %d bytes",
+                *(network, EXIT_STATES, batch_size, copied),
+            )

@@ -1,0 +1,50 @@
+"""A server whose model says what a test scripts: the logits of the tokens of a text are raised above all others."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from running_server import Running
+
+from tide_export.runtime.config import GenerationConfig
+
+PUSH = 1000.0  # above all logits; a grammar may still forbid the token
+
+
+def with_template(bundle: Path, folder: Path, template: str) -> Path:
+    """A copy of a bundle with another chat template."""
+    shutil.copytree(bundle, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@contextmanager
+def saying(running: Running, *texts: str | Sequence[int]) -> Iterator[list[list[int]]]:
+    """Scripts the next generations, each with a text or tokens and then an end; gives their prompts as they come."""
+    submit, scripts, prompts = running.service.scheduler.submit, list(texts), list[list[int]]()
+    tokenizer, ends = running.service.tokenizer, running.service.engine.manifest.model.eos_token_ids
+
+    def scripted(ids: Any, config: GenerationConfig, **more: Any) -> Any:
+        text = scripts.pop(0)
+        tokens = [*(tokenizer.encode_plain(text) if isinstance(text, str) else text), ends[0]]
+        prompts.append(list(ids))
+        return submit(ids, replace(config, logits_processor=_pushing(len(ids), tokens)), **more)
+
+    running.service.scheduler.submit = scripted  # type: ignore[method-assign]
+    try:
+        yield prompts
+    finally:
+        running.service.scheduler.submit = submit  # type: ignore[method-assign]
+
+
+def _pushing(start: int, tokens: Sequence[int]) -> Callable[[Sequence[int], np.ndarray], np.ndarray]:
+    def process(ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        if start <= len(ids) < start + len(tokens):
+            logits[tokens[len(ids) - start]] += PUSH
+        return logits
+
+    return process

@@ -1,0 +1,26 @@
+"""`echo` of /v1/completions: the prompt before what follows it."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from tide_export.runtime.handle import RequestHandle
+from tide_export.serving.call_reader import Part
+from tide_export.serving.service import Piece, Prompt, Service
+
+Told = AsyncGenerator[tuple[Piece, list[Part]]]
+
+
+async def echoed(service: Service, prompt: Prompt, handle: RequestHandle, answer: Told) -> Told:
+    """Gives the prompt, with its log-probabilities where the request has them, and then the answer; of that nothing but
+    its end where `prompt.max_tokens` is 0. Raises ApiError: as `answer`."""
+    begun = False
+    async with aclosing(answer) as told:
+        async for piece, parts in told:
+            if not begun:
+                text = service.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
+                yield Piece(text, prompt.ids, handle.prompt_logprobs, echoed=True), [Part(text)]
+            begun = True
+            if prompt.max_tokens:
+                yield piece, parts
+            elif piece.finish_reason is not None:
+                yield Piece("", [], None, "length"), []
