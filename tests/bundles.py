@@ -12,7 +12,8 @@ import onnx
 
 from tide_export import names
 from tide_export.bundle.engine_fields import EnginesInfo, Profile
-from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
+from tide_export.bundle.manifest import Manifest, TensorInfo
+from tide_export.bundle.model_info import ModelInfo
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
 

@@ -2,13 +2,19 @@
 
 The one list behind the parity tests and `tools/checks/model_families.py`, which runs every row and writes
 docs/reference/models.md. A row that cannot be exported stays, with `refused` holding a part of the sentence that names
-the reason. To add a family, add a row here, or in `further_families` if it repeats what others have: tests run those
-with two layers only and in one form.
+the reason (`refused_families`). To add a family, add a row here, or in `further_families` or `rare_families` if it
+repeats what others have: tests run those with two layers only and in one form. Models with recurrent states are in
+`hybrid_families`, those that read more than text in `multimodal_families`. There must be a row for every class that
+AutoModelForCausalLM loads, or a reason in `refused_families.UNBUILT`.
 """
 
 import torch
 import transformers as tf
 from further_families import FURTHER
+from hybrid_families import HYBRID
+from multimodal_families import MULTIMODAL
+from rare_families import RARE
+from refused_families import REFUSED_ROWS, UNBUILT  # noqa: F401 (for tools/checks/model_families.py)
 from tiny_configs import (
     CONTEXT,
     EXPERTS,
@@ -34,6 +40,7 @@ from tide_export.model.attention import reference_attention
 from tide_export.model.source import SourceModel, auto_class, wrap_model
 
 PER_LAYER = ("per-layer embeddings", "K/V shared by layers")
+OTHERS = {**HYBRID, **FURTHER, **RARE, **MULTIMODAL, **REFUSED_ROWS}
 FAMILIES: dict[str, Family] = {
     "llama": Family(lambda: tf.LlamaConfig(**HEADS), ("grouped queries",)),
     "llama (3.1)": Family(
@@ -331,20 +338,12 @@ FAMILIES: dict[str, Family] = {
         lambda: tf.GPTNeoXJapaneseConfig(**TINY, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT),
         ("packed projections",),
     ),
-    # What cannot be traced must be refused by name, not go wrong.
-    "mamba": Family(
-        lambda: tf.MambaConfig(vocab_size=512, hidden_size=64, num_hidden_layers=LAYERS), refused="recurrent state"
-    ),
-    "rwkv": Family(
-        lambda: tf.RwkvConfig(vocab_size=512, hidden_size=64, num_hidden_layers=LAYERS, attention_hidden_size=64),
-        refused="recurrent state",
-    ),
-    **FURTHER,
+    **OTHERS,
 }
 
-EXPORTED = [name for name, family in FAMILIES.items() if not family.refused and name not in FURTHER]
-BRIEF = [name for name, family in FURTHER.items() if not family.refused and not family.costly]
-REFUSED = [name for name, family in FAMILIES.items() if family.refused]
+EXPORTED = [name for name in FAMILIES if name not in OTHERS]
+BRIEF = [name for name, family in {**FURTHER, **RARE}.items() if not family.costly]
+REFUSED = [name for name, family in REFUSED_ROWS.items() if not family.costly]
 
 
 def build(name: str) -> SourceModel:
@@ -366,6 +365,7 @@ def build(name: str) -> SourceModel:
                 module.q_norm.weight.mul_(module.head_dim**-0.5)
         stored = model.state_dict()
         for key, buffer in model.named_buffers():
-            if key in stored and buffer.is_floating_point():
+            computed = key.endswith(("_decay", "slope_rate"))  # lightning attention's, each from the other
+            if key in stored and buffer.is_floating_point() and not computed:
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
     return wrap_model(model, name)

@@ -1,10 +1,10 @@
 """Rows of `families` for architectures that repeat what others have: two layers, one of each kind where they differ."""
 
+from copy import deepcopy
 from typing import Any
 
 import transformers as tf
 from tiny_configs import CONTEXT, EXPERTS, GPT, GROUPED, HEADS, LATENT, SIZES, TINY, VISION, WINDOW, YARN, Family, rope
-from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
 
 LAYERS = 2
 
@@ -35,8 +35,6 @@ TRANSLATION = {
     "pad_token_id": 0,
 }
 PARTIAL = rope("default", partial_rotary_factor=0.5)
-DBRX_ATTENTION = DbrxAttentionConfig(kv_n_heads=2, clip_qkv=8.0)
-DBRX_ATTENTION.rope_theta = 10000.0  # which its class does not take and its model reads
 
 
 def row(
@@ -48,7 +46,7 @@ def row(
     costly: bool = False,
     **values: Any,
 ) -> Family:
-    return Family(lambda: kind(**{**sizes, **values}), features, refused, note, LAYERS, costly)
+    return Family(lambda: kind(**deepcopy({**sizes, **values})), features, refused, note, LAYERS, costly)
 
 
 FURTHER: dict[str, Family] = {
@@ -235,35 +233,5 @@ FURTHER: dict[str, Family] = {
         "learned positions",
         note="its decoder, without audio",
         max_target_positions=CONTEXT,
-    ),
-    # What cannot be exported.
-    "dbrx": row(
-        tf.DbrxConfig,
-        {"vocab_size": 512, "d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
-        refused="decides by the values of tensors",
-        attn_config=DBRX_ATTENTION,
-        ffn_config=DbrxFFNConfig(hidden_size=64, ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2),
-    ),
-    "lfm2": row(tf.Lfm2Config, SHARED, refused="recurrent state", layer_types=["conv", "full_attention"]),
-    "minimax": row(
-        tf.MiniMaxConfig, WIDE, refused="recurrent state", **EXPERTS, layer_types=["linear_attention", "full_attention"]
-    ),
-    "xlnet": row(
-        tf.XLNetConfig,
-        {"vocab_size": 512, "d_model": 64, "n_layer": LAYERS, "n_head": 4, "d_inner": 128},
-        refused="is not understood",
-    ),
-    "doge": row(tf.DogeConfig, WIDE, refused="depends on the tokens"),
-    "cpmant": row(
-        tf.CpmAntConfig,
-        {**TINY, "num_hidden_layers": LAYERS, "dim_head": 16, "dim_ff": 128},
-        refused="for a fixed number of tokens",
-    ),
-    "longcat_flash": row(
-        tf.LongcatFlashConfig,
-        {**TINY, "num_layers": LAYERS, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32},
-        refused="decides by the values of tensors",
-        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-        **{"head_dim": 8, "moe_topk": 2, "n_routed_experts": 8, "zero_expert_num": 2},
     ),
 }

@@ -69,6 +69,10 @@ class BundleError(TideError):
     """A bundle cannot be written, or one on disk is missing a file, truncated or corrupt."""
 
 
+class HubError(TideError):
+    """The hub cannot be reached, refuses, or holds something else than a bundle under that name."""
+
+
 class GenerationError(TideError):
     """A generation request is unusable: empty prompt, prompt beyond the context, option out of range."""
 

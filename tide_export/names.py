@@ -9,6 +9,8 @@ DOMAIN = "tide"
 OP_CHECKPOINT = "TideCheckpoint"  # identity marker in the trace, attribute `layer` = layers run so far
 OP_ATTENTION = "TideAttention"  # symbolic causal attention in the trace, attribute `layer`
 OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under the model's mask, replaced after the trace
+# Of layers with a recurrent state, in the trace, as model-local functions and in cpp/ops; attributes `layer`, `number`.
+OP_CAUSAL_CONV, OP_RECURRENCE = STATE_OPERATORS = ("TideCausalConv", "TideRecurrence")
 OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights of each row's expert
 OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantized matrix, attribute `weights`
 OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
@@ -29,7 +31,7 @@ OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"
 # Of cpp/ops.
 OPERATORS = (
     *(*OP_HALF_MATMUL.values(), *OP_INTEGER_MATMUL.values(), *OP_GATED_MATMUL.values()),
-    *(*OP_PAGED_ATTENTION.values(), OP_INTEGER_LAYERS, OP_LAYERS, OP_CANDIDATE, OP_LENS_CANDIDATE),
+    *(*OP_PAGED_ATTENTION.values(), *STATE_OPERATORS, OP_INTEGER_LAYERS, OP_LAYERS, OP_CANDIDATE, OP_LENS_CANDIDATE),
 )
 OP_EXIT = "TideExit"  # lens + norm + router + exit scatter; model-local function and TensorRT plugin
 WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters that hold its quantized rows, one a line
@@ -43,6 +45,10 @@ PAGE_TABLE = "page_table"  # int32 [R, J], the page of each sequence's tokens j 
 # int64 [m, 2], tokens that get logits if the last segment runs, as [0, position from the end]: [[0, -1]] is the last.
 LOGITS_POSITIONS = "logits_positions"
 THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns a checkpoint off
+
+# int64 [R, 2], of models with recurrent states: each sequence's place in the states of all, and how many of its tokens
+# nobody will take back.
+STATE_PLACES = "state_places"
 
 # Graph outputs.
 LOGITS = "logits"  # float32 [m, V], at LOGITS_POSITIONS, or of the last token if it exited
@@ -78,6 +84,16 @@ def new_pages(layer: int, kind: str) -> str:
     return f"new_pages.{layer}.{kind}"
 
 
+def states(layer: int, number: int) -> str:
+    """Input: a recurrent state of a layer, of all sequences, float32 [places, ..]."""
+    return f"states.{layer}.{number}"
+
+
+def new_states(layer: int, number: int) -> str:
+    """Output: the same after the step; it must be the input's memory."""
+    return f"new_states.{layer}.{number}"
+
+
 # The networks of one segment each, and of the head (see `lower.tensorrt.lower`). T is float32, float16 or bfloat16; B
 # slots, of which each has buffers of P states that the networks update in place, and K/V buffers of C tokens.
 PENDING_STATES = "pending_states"  # input: T [B, 1, P, D], of segments after the first, which takes INPUT_IDS [B, S]
@@ -86,6 +102,7 @@ PAST_LENGTHS = "past_lengths"  # input: int64 [B], tokens in the segment's K/V c
 EXIT_STATES = "exit_states"  # input: T [B, 1, P, D'], what the head reads
 NEW_EXIT_STATES = "new_exit_states"  # output: the same buffer, in which these rows may have changed:
 EXIT_ROW, DUMP_ROW, FINAL_ROW = 0, 1, 2  # of exits; of what does not exit; from here on the last segment's states
+EMBEDDING = "embedding"  # input: T [V, E], the matrix of EMBEDDING_FILE; of the first segment and a tied head
 # Of all but the last segment, also THRESHOLDS [B], 2.0 where a slot may not exit, and NEW_PENDING, the same buffer as
 # NEXT_PENDING_STATES.
 LAST_TOKENS = "last_tokens"  # input: int64 [B], index of each slot's last real token, 0 .. S-1
@@ -130,7 +147,8 @@ SLOT_THRESHOLDS = "slot_thresholds"  # input: float32 [m, 1]; above 1: neither s
 # HIDDEN_STATES [1, N, W], POSITION_IDS, SEQUENCE_LENGTHS, SEQUENCE_STARTS, PAGE_TABLE, the pages of one layer, and
 # LAST_TOKENS [m]. It gives LOGITS [m, n] of the tokens that it can propose, and NEW_HIDDEN_STATES [m, W]. Among the
 # segment networks it is DRAFTER, with INPUT_IDS [B, S] and HIDDEN_STATES T [B, S, W], TOKEN_INDICES, PAST_LENGTHS,
-# LAST_TOKENS [B] and the K/V buffers of one layer; it gives LOGITS float32 [B, 1, n] and NEW_HIDDEN_STATES T [B, 1, W].
+# LAST_TOKENS [B], EMBEDDING if the first segment has it, and the K/V buffers of one layer; it gives LOGITS float32
+# [B, 1, n] and NEW_HIDDEN_STATES T [B, 1, W].
 DRAFTER = "drafter"
 
 # Files of a bundle.
@@ -144,6 +162,7 @@ TOKENIZER_FILE = "tokenizer.json"
 BATCH_FOLDER = "batch"
 SEGMENTS_FOLDER = "segments"
 SEGMENTS_WEIGHTS_FILE = "weights.data"  # in SEGMENTS_FOLDER, shared by all networks there
+EMBEDDING_FILE = f"{SEGMENTS_FOLDER}/embedding.data"  # the matrix of their input EMBEDDING, row after row
 ENGINES_FOLDER = "engines"
 HEAD, BEST, CANDIDATES = "head", "best", "candidates"
 AFTER_SEGMENTS = (HEAD, BEST, CANDIDATES)  # the networks that follow the segments

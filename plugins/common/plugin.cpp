@@ -1,12 +1,15 @@
 #include "common/plugin.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace tide {
 
 using namespace nvinfer1;
 
 namespace {
+
+thread_local int64_t copied_bytes = 0;
 
 Attributes::Value value_of(PluginField const& field, Attributes::Value const& like) {
   const bool one = field.length == 1;
@@ -91,10 +94,12 @@ void check(cudaError_t status) {
 
 void carry_over(void* output, void const* input, PluginTensorDesc const& desc, cudaStream_t stream) {
   if (output == input) return;
-  const int64_t element = desc.type == DataType::kFLOAT ? 4 : 2;
-  check(cudaMemcpyAsync(output, input, static_cast<size_t>(volume(desc.dims) * element), cudaMemcpyDeviceToDevice,
-                        stream));
+  const int64_t bytes = volume(desc.dims) * (desc.type == DataType::kFLOAT ? 4 : 2);
+  check(cudaMemcpyAsync(output, input, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
+  copied_bytes += bytes;
 }
+
+int64_t take_copied_bytes() { return std::exchange(copied_bytes, 0); }
 
 Plugin::Plugin(char const* name, Attributes attributes) : attributes_(std::move(attributes)), name_(name) {
   fields_ = attributes_.fields();

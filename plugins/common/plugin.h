@@ -85,6 +85,9 @@ void check(cudaError_t status);
 // Sees to it that `output` holds what `input`, of float32, float16 or bfloat16, holds, where they are not one memory.
 void carry_over(void* output, void const* input, nvinfer1::PluginTensorDesc const& desc, cudaStream_t stream);
 
+// The bytes that `carry_over` has queued to be copied in this thread since the last call.
+int64_t take_copied_bytes();
+
 // All of IPluginV3 that is the same for each plugin. A plugin adds its shapes, types and `launch`.
 class Plugin : public nvinfer1::IPluginV3,
                public nvinfer1::IPluginV3OneCore,

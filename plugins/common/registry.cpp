@@ -103,3 +103,7 @@ extern "C" TIDE_API char const* tide_plugins_tensorrt_version() {
   static std::string const version = std::to_string(NV_TENSORRT_MAJOR) + "." + std::to_string(NV_TENSORRT_MINOR);
   return version.c_str();
 }
+
+// The bytes that the plugins have copied in this thread since the last call, because TensorRT gave other memory than the
+// input's to an output that is meant to be there; 0: it was in place. Replays of a recorded run are not counted.
+extern "C" TIDE_API int64_t tide_plugins_copied_bytes() { return tide::take_copied_bytes(); }

@@ -105,6 +105,12 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
         (None, ENGINES, "field 'engines' needs the field 'networks'"),
         (NETWORKS | {"weights": "int3"}, None, "field 'networks.weights' must be one of fp32, fp16, bf16"),
         (NETWORKS | {"state_rows": 33}, None, "field 'networks.state_rows' must be 2 more than max_tokens or larger"),
+        (
+            NETWORKS | {"embedding": {"rows": 8, "width": 4, "tied": True}},
+            None,
+            "field 'networks.embedding' must have the shape of the file segments/embedding.data",
+        ),
+        (NETWORKS | {"embedding": {"rows": 8, "width": 4}}, None, "field 'networks.embedding.tied' is missing"),
         (NETWORKS | {"max_tokens": 0}, None, "field 'networks.max_tokens' must be 1 or more"),
         (NETWORKS | {"max_batch_size": 0}, None, "field 'networks.max_batch_size' must be 1 or more"),
         (
@@ -151,6 +157,9 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
             ENGINES | {"built": {**BUILT, "head": BUILT["head"] | {"fused_attention_layers": 3}}},
             "field 'engines.built.head.fused_attention_layers' must be at most attention_layers",
         ),
+        (NETWORKS, ENGINES | {"copied": {"segment_01": 4096}}, None),
+        (NETWORKS, ENGINES | {"copied": {"tail": 4096}}, "field 'engines.copied.tail' must be an engine's bytes, 1"),
+        (NETWORKS, ENGINES | {"copied": {"head": 0}}, "field 'engines.copied.head' must be an engine's bytes, 1 or"),
         (NETWORKS | {"files": False}, None, "field 'files' does not list segments/segment_00.onnx"),
         (NETWORKS, ENGINES | {"files": False}, "field 'files' does not list engines/segment_00.engine"),
     ],

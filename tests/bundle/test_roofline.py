@@ -17,7 +17,7 @@ from tide_export.bundle.gpu_bandwidth import GPUS, bandwidth_of
 from tide_export.bundle.inspect import describe, render
 from tide_export.bundle.kv_buffers import default_context, kv_buffers
 from tide_export.bundle.manifest import Manifest
-from tide_export.bundle.network_weights import network_weights, parse_network, repeated_size
+from tide_export.bundle.network_weights import SHARED, held_size, network_weights, parse_network, repeated_size
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.roofline import HOSTS, Roofline, break_even, predict
 from tide_export.bundle.store import write_manifest, writing_bundle
@@ -256,14 +256,16 @@ def test_real_networks_are_read_as_onnx_reads_them(demo_bundle: Path, reader: Ca
         graph = onnx.load(str(demo_bundle / names.network_file(name)), load_external_data=False).graph
         stored = [{entry.key: entry.value for entry in tensor.external_data} for tensor in graph.initializer]
         stored = [(int(entry["offset"]), int(entry["length"])) for entry in stored if entry]
-        assert sorted(stored) == sorted((weight.offset, weight.size) for weight in found.weights), name
+        own = [weight for weight in found.weights if weight.offset != SHARED]
+        assert sorted(stored) == sorted((weight.offset, weight.size) for weight in own), name
         assert found.attentions == sum(node.op_type == "Attention" for node in graph.node)
         places |= set(stored)
         total += sum(size for _, size in stored)
     assert repeated_size(networks) == total - sum(size for _, size in places)
     embedding = 4096 * 128 * 4  # float32, of the demo model, whose head is tied to it
-    assert networks["head"].size == embedding
+    assert networks["head"].size == networks["head"].shared_size == networks["segment_00"].shared_size == embedding
+    assert held_size(networks) == total + embedding, "which lies there once"
     tables = [weight.size for weight in networks["segment_00"].weights if weight.is_table]
     assert embedding in tables
-    assert embedding <= repeated_size(networks) < 2 * embedding
+    assert repeated_size(networks) < embedding
     assert parse_network(b"").weights == ()

@@ -119,6 +119,7 @@ def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
         (["--stop", ""], "stop must be a string or a list of strings, none of them empty"),
         (["--regex", "[a"], "regex cannot be compiled"),
         (["--json-schema", "gone.json"], "--json-schema: cannot read gone.json"),
+        (["--json-whitespace"], "json_whitespace is for json_schema"),
         (["--system", "Be brief."], "--system is for --chat"),
         (["--chat"], "takes no conversations, only text"),
         (["--provider", "abacus"], "provider"),

@@ -28,6 +28,8 @@ PARSED_ONLY = {
 ELSEWHERE = {
     "tide-export export demo/demo-llama -o out/demo": "the slow test of demo/run.sh",
     "tide-export serve": "tests/serving: it runs until it is told to stop",
+    "tide-export push": "tests/hub, with a stand-in for the hub",
+    "tide-export pull": "as push",
 }
 PYTHON_ELSEWHERE = {"adapters.md": "tests/model/test_structure.py", "c.md": "tests/embedding/test_c.py"}
 # The same commands with less to do: of an option that is given twice the last one counts.

@@ -75,7 +75,7 @@ def test_the_weights_are_in_memory_once_for_all_profiles(built: Path) -> None:
     for part, engine in opened.manifest.engines.built.items():
         network = onnx.load(str(built / names.network_file(part)))
         stored = sum(onnx.numpy_helper.to_array(weight).nbytes for weight in network.graph.initializer)
-        if part != names.CANDIDATES:  # which has none
+        if part not in (names.HEAD, names.CANDIDATES):  # which have none
             assert 0.9 * stored < engine.weights_bytes < 1.1 * stored, part
             assert engine.activation_bytes > 0
         assert engine.layers > 1
@@ -92,6 +92,23 @@ def test_what_a_builder_reports_that_users_should_know_is_logged(caplog) -> None
     growth, decomposed = caplog.messages
     assert growth.startswith("TensorRT for RTX stores the weights of segment_01 in 199.2 MB of GPU memory, 2.0 times")
     assert decomposed.startswith("TensorRT for RTX has no fused attention for segment_01 and uses several kernels")
+
+
+def test_a_tied_head_multiplies_by_the_embedding_as_it_lies(built: Path) -> None:
+    """It holds no copy, and its plan has no kernel that transposes it in every run, for which it has one and events."""
+    engines = open_bundle(built, verify=False).manifest.engines
+    assert engines is not None
+    assert engines.built is not None
+    head = engines.built[names.HEAD]
+    assert head.weights_bytes < 1000
+    assert head.layers <= 4 * 2, "of two profiles"
+
+
+def test_buffers_are_updated_in_place_by_the_builder_s_own_plan(built: Path) -> None:
+    """Which names each of them where it is written."""
+    engines = open_bundle(built, verify=False).manifest.engines
+    assert engines is not None
+    assert engines.copied is None
 
 
 def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:

@@ -97,7 +97,7 @@ monitor.phase_start("Building", None, 3)
 runtime = _Runtime(TENSORRT, import_library(TENSORRT))
 print(json.dumps({
     "polygraphy": isinstance(util.TRT_LOGGER, trt.ILogger),
-    "weights": log.built()["weights_bytes"],
+    "weights": log.built({})["weights_bytes"],
     "goes on": monitor.step_complete("Building", 1),
     "steps": steps,
     "errors": runtime._errors,

@@ -24,6 +24,8 @@ class Runner:
         self.buffers: dict[str, np.ndarray] = {}
         for session in self.sessions:
             for entry in session.get_inputs():
+                if entry.name == names.EMBEDDING:
+                    self.buffers[entry.name] = np.fromfile(folder / names.EMBEDDING_FILE, dtype).reshape(entry.shape)
                 if entry.name in UPDATED or entry.name.startswith("past_key"):
                     self.buffers[entry.name] = np.full([rows, *entry.shape[1:]], 7, dtype)
                     self.buffers[entry.name][:] = 7 if entry.name == names.EXIT_STATES else 0
@@ -31,7 +33,7 @@ class Runner:
     def segment(self, k: int, feeds: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarray]:
         session = self.sessions[k]
         feeds = {names.PAST_LENGTHS: np.array(lengths), **feeds}
-        feeds |= {entry.name: self.buffers[entry.name] for entry in session.get_inputs() if entry.name in self.buffers}
+        feeds |= self._buffers(session)
         outputs = dict(zip([entry.name for entry in session.get_outputs()], session.run(None, feeds), strict=True))
         for name in self.buffers:
             present = UPDATED.get(name, name.replace("past_key_values.", "present."))
@@ -52,6 +54,9 @@ class Runner:
 
     def logits(self, rows: list[int]) -> np.ndarray:
         """The head on a row of each slot's exit states."""
-        states = self.buffers[names.EXIT_STATES]
-        feeds = {names.EXIT_STATES: states, names.ROWS: np.array([n * states.shape[2] + r for n, r in enumerate(rows)])}
+        size = self.buffers[names.EXIT_STATES].shape[2]
+        feeds = {names.ROWS: np.array([n * size + r for n, r in enumerate(rows)]), **self._buffers(self.sessions[2])}
         return self.sessions[2].run(None, feeds)[0]
+
+    def _buffers(self, session: ort.InferenceSession) -> dict[str, np.ndarray]:
+        return {entry.name: self.buffers[entry.name] for entry in session.get_inputs() if entry.name in self.buffers}

@@ -1,8 +1,6 @@
-"""Prequantized checkpoints: a tiny model is quantized here by rounding, packed by loops that share nothing with the
-reader, written in the format's own layout, and must be read back as exactly the weights its integers stand for."""
+"""Prequantized checkpoints: what `packed_checkpoints` and this file pack must be read back as exactly the weights that
+its integers stand for."""
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,85 +8,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packed_checkpoints import (
+    AWQ,
+    GPT2,
+    GPTQ,
+    GROUP,
+    IDS,
+    LLAMA,
+    MIXTRAL,
+    QUANTIZED,
+    V2,
+    Quantizer,
+    Tensors,
+    awq,
+    dense_words,
+    float_twin,
+    gptq,
+    replace,
+    write,
+)
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from tide_export.cli.main import main
-from tide_export.config import TideConfig
 from tide_export.errors import ModelError, UnsupportedModelError
-from tide_export.model.source import auto_class, load_model
-from tide_export.pipeline.flow import export
-from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.engine import load
-
-LLAMA = LlamaConfig(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-GROUP = 32
-QUANTIZED = re.compile(r"(_proj|\.w[123]|c_attn|c_fc|lm_head)\.weight$")
-AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
-IDS = torch.tensor([[5, 9, 2, 44, 17, 60, 3, 3, 21, 8]])
-
-Tensors = dict[str, torch.Tensor]
-Quantizer = Callable[[np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
-
-
-def rounded(matrix: np.ndarray, bits: int, groups: np.ndarray, lowest: int = 0) -> tuple[np.ndarray, ...]:
-    """Integers [K, N], scales float16 [G, N], zeros [G, N] of `matrix` [K, N] by rounding to nearest, and what they
-    stand for."""
-    top = 2**bits - 1
-    members = [matrix[groups == group] for group in range(groups.max() + 1)]
-    low = np.array([np.minimum(rows.min(axis=0), 0) for rows in members])
-    high = np.array([np.maximum(rows.max(axis=0), 0) for rows in members])
-    scales = ((high - low) / top).astype(np.float16)
-    zeros = np.clip(np.round(-low / scales.astype(np.float32)), lowest, top)
-    wide = scales.astype(np.float32)[groups]
-    integers = np.clip(np.round(matrix / wide) + zeros[groups], 0, top)
-    return integers.astype(np.int64), scales, zeros.astype(np.int64), (integers - zeros[groups]) * wide
-
-
-def dense_words(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Rows of numbers [R, C] as a stream of bits per column, cut into int32 words [R * bits / 32, C]."""
-    words = np.zeros((len(numbers) * bits // 32, numbers.shape[1]), dtype=np.uint32)
-    for row in range(len(numbers)):
-        for bit in range(bits):
-            place = row * bits + bit
-            words[place // 32] |= (((numbers[row] >> bit) & 1) << (place % 32)).astype(np.uint32)
-    return words.view(np.int32)
-
-
-def gptq(bits: int = 4, second_version: bool = False, act_order: bool = False) -> Quantizer:
-    def quantize(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        groups = np.arange(len(matrix)) // GROUP
-        if act_order:
-            groups = np.random.default_rng(0).permutation(groups)
-        integers, scales, zeros, dense = rounded(matrix, bits, groups, lowest=0 if second_version else 1)
-        stored = zeros if second_version else zeros - 1
-        parts = {"qweight": dense_words(integers, bits), "qzeros": dense_words(stored.T, bits).T, "scales": scales}
-        return parts | ({"g_idx": groups.astype(np.int32)} if act_order else {}), dense
-
-    return quantize
-
-
-def awq(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    integers, scales, zeros, dense = rounded(matrix, 4, np.arange(len(matrix)) // GROUP)
-
-    def packed(numbers: np.ndarray) -> np.ndarray:
-        words = np.zeros((len(numbers), numbers.shape[1] // 8), dtype=np.uint32)
-        for column in range(words.shape[1]):
-            for nibble, place in enumerate(AWQ_COLUMNS):
-                words[:, column] |= (numbers[:, column * 8 + place] << (4 * nibble)).astype(np.uint32)
-        return words.view(np.int32)
-
-    return {"qweight": packed(integers), "qzeros": packed(zeros), "scales": scales}, dense
+from tide_export.model.source import load_model
 
 
 def symmetric(matrix: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -121,74 +65,7 @@ def fp8(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     return {"weight": small, "weight_scale_inv": scales}, (small.float() * wide).T.numpy()
 
 
-def write(
-    folder: Path, config: Any, settings: dict[str, Any], quantize: Quantizer, inputs_first: bool = False
-) -> tuple[Tensors, Tensors]:
-    """Writes a random model of `config` whose layers' matrices are quantized; gives the float tensors it stands for,
-    by their names in the file, and the packed ones."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    tensors, dense = with_experts_apart(load_file(folder / "model.safetensors")), {}
-    for name in filter(QUANTIZED.search, list(tensors)):
-        matrix = tensors.pop(name).float()
-        parts, meant = quantize((matrix if inputs_first else matrix.T).numpy())
-        dense[name] = torch.from_numpy(np.ascontiguousarray(meant if inputs_first else meant.T)).float()
-        for part, array in parts.items():
-            tensors[f"{name.removesuffix('weight')}{part}"] = (
-                array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
-            )
-    assert dense
-    replace(folder, settings, tensors)
-    return {
-        **{name: value for name, value in tensors.items() if value.is_floating_point() and "scale" not in name},
-        **dense,
-    }, tensors
-
-
-def with_experts_apart(tensors: Tensors) -> Tensors:
-    """A matrix per expert, as checkpoints of Mixtral have them; transformers keeps all experts of a layer in one."""
-    apart = {}
-    for name, tensor in tensors.items():
-        prefix, _, kind = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        if not prefix.endswith("experts"):
-            apart[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = tensor
-            continue
-        for expert, matrix in enumerate(tensor):
-            parts = {"w2": matrix} if kind == "down_proj" else dict(zip(("w1", "w3"), matrix.chunk(2), strict=True))
-            apart |= {f"{prefix}.{expert}.{part}.weight": value.contiguous() for part, value in parts.items()}
-    return apart
-
-
-def replace(folder: Path, settings: dict[str, Any], tensors: Tensors | None = None) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    if tensors is not None:
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def float_twin(folder: Path, twin: Path, tensors: Tensors) -> Any:
-    """The float32 model of the same config with `tensors` as its weights, read by transformers alone."""
-    twin.mkdir()
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (twin / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    save_file(
-        {name: value.float().contiguous() for name, value in tensors.items()},
-        twin / "model.safetensors",
-        {"format": "pt"},
-    )
-    kind = auto_class(AutoConfig.from_pretrained(twin))
-    return kind.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
-
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
-V2 = {"checkpoint_format": "gptq_v2"}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-GPT2 = GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
-MIXTRAL = MixtralConfig(**LLAMA.to_diff_dict() | {"num_local_experts": 4, "num_experts_per_tok": 2})
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # the numbers of three bits of MXFP4; the fourth is the sign
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -232,8 +109,33 @@ def test_weights_are_what_the_integers_stand_for(case: str, tmp_path: Path) -> N
     assert torch.equal(source.run(IDS, []).logits, expected(IDS).logits)
 
 
+def test_mxfp4_is_read_on_a_cpu(tmp_path: Path) -> None:
+    """Experts in blocks of 32 4-bit floating-point numbers, by transformers: every number is one of bfloat16."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 4}
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**heads, **sizes, pad_token_id=0)).bfloat16()
+    model.save_pretrained(tmp_path)
+    tensors, dense = load_file(tmp_path / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = torch.randint(16, (experts, outputs, inputs // 32, 32), generator=generator)
+        scales = torch.randint(118, 126, (experts, outputs, inputs // 32), generator=generator)
+        values = torch.tensor(E2M1)[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales[..., None] - 127)
+        dense[name] = values.reshape(experts, outputs, inputs).transpose(1, 2)
+        tensors[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        tensors[f"{name}_scales"] = scales.to(torch.uint8)
+    replace(tmp_path, {"quant_method": "mxfp4"}, tensors)
+    source = load_model(tmp_path)
+    assert len(dense) == 2
+    for name, values in dense.items():
+        assert torch.equal(source.model.get_parameter(name), values), name
+    assert source.exact_in == ("bf16",)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, which cannot be read"),
+    "nvfp4": ({"quant_method": "nvfp4"}, "nvfp4, which cannot be read"),
     "no method": ({"bits": 4}, "an unknown method, which cannot be read"),
     "gptq, marlin": (GPTQ | {"checkpoint_format": "marlin"}, "gptq and stored in the format 'marlin'"),
     "gptq, 5 bits": (GPTQ | {"bits": 5}, "gptq and has 5 bits a weight"),
@@ -317,17 +219,3 @@ def test_compressed_tensors_computes_what_transformers_computes(tmp_path: Path) 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
     ours = load_model(str(tmp_path / "model")).run(IDS, []).logits
     assert torch.allclose(theirs(IDS).logits, ours, atol=1e-5)
-
-
-def test_a_quantized_model_is_exported_as_the_weights_it_stands_for(tmp_path: Path) -> None:
-    tensors, _ = write(tmp_path / "model", LLAMA, GPTQ, gptq())
-    twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
-    routers = random_routers(load_model(tmp_path / "twin"), (1,), IDS[0].tolist(), bottleneck=8)
-    routers.save(tmp_path / "routers.safetensors")
-    config = TideConfig(checkpoints=(1,), min_layers=1)
-    bundle = export(str(tmp_path / "model"), tmp_path / "out", routers=tmp_path / "routers.safetensors", config=config)
-    prompt = IDS[0].tolist()
-    expected = twin.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[
-        0, len(prompt) :
-    ]
-    assert load(bundle).generate(prompt, max_new_tokens=8, mode="full", stop_token_ids=[]).tokens == expected.tolist()

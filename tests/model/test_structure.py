@@ -119,3 +119,23 @@ def test_an_adapter_serves_subclasses(adapter: dict) -> None:
         pass
 
     assert len(wrap_model(loud({NAME: Louder}), "louder").structure.final_modules) == 2
+
+
+@pytest.mark.parametrize(("family", "axis"), [("gemma3n (text)", 0), ("hy_v4", 2)])
+def test_several_hidden_states_of_a_token_are_one_row(family: str, axis: int) -> None:
+    source = build(family)
+    structure, ids = source.structure, torch.tensor([PROMPT])
+    assert structure.stream_axis == axis
+    assert structure.streams is not None
+    with torch.no_grad(), structure.captured([source.num_layers]) as raw:
+        states = structure.backbone(input_ids=ids, use_cache=False)[0]
+    last = raw[source.num_layers]
+    assert last.shape == (*ids.shape, source.hidden_size)
+    assert torch.allclose(structure.normalize(last), states, atol=1e-5)
+    assert torch.equal(structure.by_token(structure.by_stream(last)), last)
+
+
+def test_layers_that_do_not_run_on_text_are_left_out() -> None:
+    source = build("mllama")
+    assert source.num_layers == source.text_config.num_hidden_layers - 1
+    assert [layer.layer_idx for layer in source.structure.layers] == [0, 2]

@@ -59,7 +59,7 @@ def test_what_follows_from_a_request() -> None:
 def test_export_takes_a_request_or_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
 
-    def load(model, device_map, trust_remote_code):
+    def load(model, device_map, trust_remote_code, packed):
         loaded.append((model, device_map))
         raise ConfigError("enough")
 

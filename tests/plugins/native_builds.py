@@ -1,9 +1,11 @@
 """Builds the native parts for the tests; what cannot be built here skips with a reason."""
 
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,17 @@ class Builds:
             (self.folder / f"{preset}.log").write_text(log)
             run(["cmake", "--build", str(build), "--target", target, "--parallel", "2"])
         return build
+
+    def once(self, contents: str, make: Callable[[Path], None]) -> Path:
+        """The folder that `make` filled, by whichever worker first asked for what is made of these contents."""
+        folder = self.folder / hashlib.sha256(contents.encode()).hexdigest()
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "done").exists():
+                folder.mkdir(exist_ok=True)
+                make(folder)
+                (folder / "done").touch()
+        return folder
 
     def kernels(self) -> Path:
         """Builds the kernels and the plugins with nvcc.

@@ -11,8 +11,9 @@ import tempfile
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
+import kernel_barriers
 import pytest
-from native_builds import ROOT, need
+from native_builds import ROOT, Builds, need
 
 from tide_export.config import TideConfig
 from tide_export.engines.exit_memory import LIMITS, ExitSizes, needed
@@ -47,13 +48,18 @@ def nvcc_version() -> str:
     return re.search(r"V([\d.]+)", shown)[1]
 
 
-def compiled(folder: Path) -> list[Kernel]:
-    """What ptxas says of every kernel, as `cmake --preset plugins` compiles it."""
+def compile_all(folder: Path) -> None:
+    """Compiles the kernel for every GPU as `cmake --preset plugins` does, and keeps its PTX and what ptxas says."""
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
-    options = ["-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "2", "-c", "-o", str(folder / "kernel.o")]
-    command = ["nvcc", *targets, *options, "-I", "plugins", "plugins/tide_exit/kernel.cu"]
+    options = ["-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "2", "--keep", "--keep-dir", str(folder)]
+    command = ["nvcc", *targets, *options, "-fatbin", "-o", str(folder / "kernel.fatbin"), "-I", "plugins"]
+    command.append("plugins/tide_exit/kernel.cu")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return sorted(map(kernel, REPORT.finditer(done.stderr)))
+    (folder / "ptxas.txt").write_text(done.stderr)
+
+
+def kernels_in(folder: Path) -> list[Kernel]:
+    return sorted(map(kernel, REPORT.finditer((folder / "ptxas.txt").read_text())))
 
 
 def kernel(found: re.Match) -> Kernel:
@@ -90,9 +96,16 @@ def table(heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+def compiled(builds: Builds) -> Path:
+    """The folder of `compile_all`."""
     need(shutil.which("nvcc") is not None, "there is no nvcc")
-    return compiled(tmp_path_factory.mktemp("kernel"))
+    sources = [path.read_text() for path in (*kernel_barriers.sources(), *sorted((ROOT / "plugins").rglob("*.h")))]
+    return builds.once("".join([nvcc_version(), Path(__file__).read_text(), *sources]), compile_all)
+
+
+@pytest.fixture(scope="module")
+def kernels(compiled: Path) -> list[Kernel]:
+    return kernels_in(compiled)
 
 
 def test_no_kernel_spills_on_any_architecture(kernels: list[Kernel]) -> None:
@@ -147,12 +160,10 @@ def violations(ptx: str) -> list[str]:
     return found
 
 
-def test_nothing_is_read_before_the_kernel_before_has_ended(tmp_path: Path) -> None:
+def test_nothing_is_read_before_the_kernel_before_has_ended(compiled: Path) -> None:
     """With programmatic dependent launch (from compute capability 9.0) a kernel starts while the one before runs."""
-    need(shutil.which("nvcc") is not None, "there is no nvcc")
-    options = ["-std=c++17", "-O3", "-arch=compute_90", "-ptx", "-o", str(tmp_path / "kernel.ptx"), "-I", "plugins"]
-    subprocess.run(["nvcc", *options, "plugins/tide_exit/kernel.cu"], cwd=ROOT, check=True)
-    ptx = (tmp_path / "kernel.ptx").read_text()
+    (file,) = compiled.glob("kernel*compute_90.ptx")
+    ptx = file.read_text()
     assert ptx.count(WAIT) == 3
     assert violations(ptx) == []
     # It would see a wait that is missing, late, or jumped over.
@@ -168,7 +179,8 @@ def write_page() -> None:
     """Puts both tables into the page."""
     text = PAGE.read_text()
     with tempfile.TemporaryDirectory() as folder:
-        made = resources_table(nvcc_version(), compiled(Path(folder)))
+        compile_all(Path(folder))
+        made = resources_table(nvcc_version(), kernels_in(Path(folder)))
     rows = r"(?:\|.*\n)*\|[^\n]*"
     text = re.sub(r"nvcc [\d.]+:\n\n" + rows, lambda _: made, text, count=1)
     PAGE.write_text(re.sub(r"\| compute capability " + rows, lambda _: memory_table(), text, count=1))

@@ -38,7 +38,9 @@ class PluginError(Exception):
 
 class Driver:
     def __init__(self, library):
-        self.function = ctypes.CDLL(str(library)).drive
+        opened = ctypes.CDLL(str(library))
+        self.function, self.copied_bytes = opened.drive, opened.tide_plugins_copied_bytes
+        self.copied_bytes.restype = c_int64
         self.function.restype = c_char_p
         self.function.argtypes = [c_char_p, POINTER(Field), c_int32, POINTER(Tensor), c_int32, POINTER(Tensor), c_int32]
         self.function.argtypes += [POINTER(c_int32)]
@@ -174,6 +176,8 @@ def test_it_equals_the_function_s_body(driver, form, in_place):
     check(found, expected, inputs, 2e-6)
     assert (found[0] is inputs[EXIT_STATES]) == in_place
     assert in_place or np.array_equal(inputs[EXIT_STATES], before), "an input in other memory is not written to"
+    assert driver.copied_bytes() == (0 if in_place else before.nbytes)
+    assert driver.copied_bytes() == 0, "since the last call"
 
 
 @pytest.mark.parametrize("kind", [tk.FLOAT16, tk.BFLOAT16])

@@ -124,6 +124,19 @@ def test_rows_are_chosen_by_name(models: ModuleType, capsys: pytest.CaptureFixtu
     assert "no family 'no such family'" in capsys.readouterr().err
 
 
+def test_every_class_of_transformers_has_a_row_or_a_reason(
+    models: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert models.main(["--classes"]) == 0
+    listed = capsys.readouterr().out
+    assert "\nLlamaForCausalLM: llama, llama (3.1), llama (linear), llama (dynamic)\n" in listed
+    for name, why in families.UNBUILT.items():
+        assert f"\n{name}: {why}\n" in listed
+    monkeypatch.delitem(families.FAMILIES, "mistral")
+    assert models.main(["--classes"]) == 1
+    assert "\nMistralForCausalLM: no row yet\n" in capsys.readouterr().out
+
+
 def test_the_committed_page_has_a_row_for_every_family_as_expected() -> None:
     page = (ROOT / "docs" / "reference" / "models.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line[:2] == "| "]

@@ -6,6 +6,15 @@ INT4, FP8 = "int4", "fp8"
 
 
 @dataclass(frozen=True)
+class EmbeddingInfo:
+    """The embedding that networks take as an input: a file of its own, on the GPU once for all that read it."""
+
+    rows: int  # tokens
+    width: int
+    tied: bool  # whether the head reads it too
+
+
+@dataclass(frozen=True)
 class NetworksInfo:
     """The segment networks, and the head's, that the bundle holds beside its graph."""
 
@@ -18,6 +27,7 @@ class NetworksInfo:
     max_batch_size: int  # sequences of one run, and of a batch; 1: no batches
     max_slot_tokens: int  # tokens of each sequence in a run over several
     matrices: str | None = None  # of the layers, stored as int4 or fp8; None, and then not written: as `weights`
+    embedding: EmbeddingInfo | None = None  # None, and then not written: each network that reads it holds its own
 
     @property
     def precision(self) -> str:
@@ -68,3 +78,6 @@ class EnginesInfo:
     seconds: float  # that building took
     plugins: PluginsInfo | None = None  # None: the networks' functions were built
     built: dict[str, BuiltEngine] | None = None  # by network; None, and then not written: of an earlier release
+    # By network: bytes of buffers, which are to be updated in place, that a run over one sequence copies; None, and
+    # then not written: no network's.
+    copied: dict[str, int] | None = None

@@ -1,16 +1,17 @@
 """Reads which stored weights each segment network holds, from its ONNX file, without the package onnx.
 
 A network's file names its weights of 1 kB and more by their place in the one file that all networks share. So two
-networks that hold the same weight name the same place, and engines built from them both hold it.
+networks that hold the same weight name the same place, and engines built from them both hold it. The embedding that
+they take as an input is no engine's, and lies on the GPU once.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tide_export.bundle.opened import ADVICE, Bundle
 from tide_export.errors import BundleError
-from tide_export.names import AFTER_SEGMENTS, network_file, segment
+from tide_export.names import AFTER_SEGMENTS, EMBEDDING_FILE, HEAD, network_file, segment
 
 # Numbers of the fields in onnx.proto (github.com/onnx/onnx).
 MODEL_GRAPH = 7
@@ -22,11 +23,14 @@ ENTRY_KEY, ENTRY_VALUE = 1, 2
 ROWS_OF = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2)}
 
 
+SHARED = -1  # as an offset
+
+
 @dataclass(frozen=True)
 class StoredWeight:
     """A weight in the file that the networks share."""
 
-    offset: int  # in bytes, in that file
+    offset: int  # in bytes, in that file; SHARED: it is the input EMBEDDING
     size: int  # in bytes
     is_table: bool  # a run reads a row of it per token: an embedding, rotary tables
     is_gathered: bool  # a table of matrices, of which a run reads those of the token's experts
@@ -43,6 +47,11 @@ class NetworkWeights:
     def size(self) -> int:
         """In bytes."""
         return sum(weight.size for weight in self.weights)
+
+    @property
+    def shared_size(self) -> int:
+        """In bytes, of the embedding that its engine takes as an input."""
+        return sum(weight.size for weight in self.weights if weight.offset == SHARED)
 
     @property
     def table_size(self) -> int:
@@ -65,12 +74,25 @@ def network_weights(bundle: Bundle) -> dict[str, NetworkWeights]:
             found[name] = parse_network(file.read_bytes())
         except (ValueError, LookupError):
             raise BundleError(f"bundle file '{file.path}' is no ONNX network; {ADVICE}") from None
+    shared = bundle.manifest.networks.embedding
+    if shared is not None:
+        size = bundle.manifest.files[EMBEDDING_FILE].size
+        for name in (segment(0), HEAD) if shared.tied else (segment(0),):
+            weight = StoredWeight(SHARED, size, is_table=name != HEAD, is_gathered=False)
+            found[name] = replace(found[name], weights=(*found[name].weights, weight))
     return found
 
 
+def held_size(networks: dict[str, NetworkWeights]) -> int:
+    """Bytes of weights on the GPU: those that each network holds, and the embedding that they share once."""
+    shared = max((network.shared_size for network in networks.values()), default=0)
+    return shared + sum(network.size - network.shared_size for network in networks.values())
+
+
 def repeated_size(networks: dict[str, NetworkWeights]) -> int:
-    """Bytes of weights that lie on the GPU again: engines share none, so each holds what its network names."""
-    places = Counter((weight.offset, weight.size) for network in networks.values() for weight in network.weights)
+    """Bytes of weights that lie on the GPU again: of their constants engines share none."""
+    held = (weight for network in networks.values() for weight in network.weights if weight.offset != SHARED)
+    places = Counter((weight.offset, weight.size) for weight in held)
     return sum(size * (count - 1) for (_, size), count in places.items())
 
 

@@ -170,17 +170,22 @@ def engine_bytes(
         exits: whether a token may exit after each segment but the last.
         context: tokens in the K/V.
     """
-    built = None if manifest.engines is None else manifest.engines.built
     engines, first = [], 0
     for k, count in enumerate(manifest.segment_sizes):
         network = weights[segment(k)]
-        held = network.size if built is None else built[segment(k)].weights_bytes
+        held = _held(segment(k), manifest, weights)
         kv = kv_buffers(manifest, range(first, first + count), context, is_fused(manifest, k, network.attentions))
         waits = int(k < len(exits) and exits[k])
         engines.append(EngineBytes(segment(k), max(0, held - network.table_size), kv, waits))
         first += count
-    after = [weights[name].size if built is None else built[name].weights_bytes for name in (HEAD, BEST)]
-    return (*engines, EngineBytes(f"{HEAD}, {BEST}", sum(after), KvBuffers(0, 0, 0), 1))
+    after = sum(_held(name, manifest, weights) for name in (HEAD, BEST))
+    return (*engines, EngineBytes(f"{HEAD}, {BEST}", after, KvBuffers(0, 0, 0), 1))
+
+
+def _held(name: str, manifest: Manifest, weights: dict[str, NetworkWeights]) -> int:
+    """Bytes of the weights that an engine reads from: as the builder reported, or as its network holds."""
+    built = None if manifest.engines is None else manifest.engines.built
+    return weights[name].size if built is None else built[name].weights_bytes + weights[name].shared_size
 
 
 def step_time(engines: Sequence[EngineBytes], bytes_per_second: float) -> float:

@@ -65,6 +65,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     forms.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema")
     forms.add_argument("--regex", metavar="REGEX", help="the text matches this regular expression")
     forms.add_argument("--grammar", metavar="FILE", help="the text follows this Lark grammar")
+    parser.add_argument(
+        "--json-whitespace",
+        action="store_true",
+        default=None,
+        help="--json-schema: spaces and line breaks anywhere; without it the JSON is one line",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the sampling; the same seed gives the same text")
     parser.add_argument(
         "--ignore-eos",

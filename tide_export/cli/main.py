@@ -21,6 +21,7 @@ from tide_export.cli.adapt import run_adapt
 from tide_export.cli.draft import run_draft
 from tide_export.cli.fields import given
 from tide_export.cli.generate import run_generate
+from tide_export.cli.hub import run_pull, run_push
 from tide_export.cli.inspect import run_inspect
 from tide_export.cli.options import PROGRAM, build_parser, config_flag
 from tide_export.cli.serve import run_serve
@@ -152,6 +153,8 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "triton": run_triton,
     "bench": _bench,
     "inspect": run_inspect,
+    "push": run_push,
+    "pull": run_pull,
 }
 
 

@@ -12,6 +12,7 @@ from tide_export.cli.adapt import add_adapt_options
 from tide_export.cli.draft import add_draft_options
 from tide_export.cli.fields import field_option, whole_numbers, yes_or_no
 from tide_export.cli.generate import add_prompt_options, add_sampling_options
+from tide_export.cli.hub import add_pull_options, add_push_options
 from tide_export.cli.inspect import add_inspect_options
 from tide_export.cli.serve import add_serve_options
 from tide_export.cli.triton import add_triton_options
@@ -71,6 +72,8 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
     _add_triton(commands, config)
     _add_bench(commands)
     _add_inspect(commands)
+    add_push_options(_command(commands, "push", "Upload a bundle to the Hugging Face hub, with a model card."))
+    add_pull_options(_command(commands, "pull", "Download a bundle from the Hugging Face hub, and check every file."))
     return parser
 
 
@@ -145,8 +148,8 @@ def _add_export(commands, config: bool) -> None:
     parser.add_argument(
         "--weights",
         choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS, *NETWORK_MATRICES))),
-        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: bf16 or fp16 if the checkpoint is, else fp32); "
-        "tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
+        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: as the checkpoint is: GPTQ or AWQ, bf16 or fp16, else "
+        "fp32); tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
     )
     parser.add_argument("--quantization", metavar="X", help="int8, int4: rtn, round to nearest, or gptq, on text (rtn)")
     parser.add_argument(
@@ -156,7 +159,7 @@ def _add_export(commands, config: bool) -> None:
         "--accuracy-level",
         type=int,
         metavar="N",
-        help="int8, int4: matmuls in 0 any type, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, much the fastest)",
+        help="integers: matmuls in 0 any type, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, much the fastest)",
     )
     parser.add_argument("--symmetric", type=yes_or_no, metavar="X", help="int8, int4: no zero points, yes or no (yes)")
     parser.add_argument(

@@ -29,7 +29,7 @@ from tide_export.files import user_cache
 from tide_export.formatting import size
 from tide_export.progress import stage
 from tide_export.runtime.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
-from tide_export.runtime.tensorrt.flavours import FP8_CAPABILITY, Flavour, built_for, import_library
+from tide_export.runtime.tensorrt.flavours import FP8_CAPABILITY, Flavour, built_for, import_library, warn_of_copies
 from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
 
@@ -106,6 +106,7 @@ def build_engines(
                 "engine": str(folder / names.engine_file(name)),
                 "profiles": [shapes(spec, profile) for profile in of_network(name, profiles, info)],
                 "reads_nan": names.LOGITS in spec.inputs,
+                "aliases": aliases(spec),
             }
             for name, spec in expected.items()
         ],
@@ -126,7 +127,16 @@ def build_engines(
     used = None if plugins is None else _plugins_used(plugins, expected, built)
     found = {name: _built_engine(event) for name, event in built.items()}
     _warn(flavour, found, {name: event["constants"] for name, event in built.items()})
-    return EnginesInfo(flavour.name, version, capabilities, weights, profiles, round(seconds, 1), used, found)
+    copied = {name: _copied_bytes(expected[name], event["copied"]) for name, event in built.items() if event["copied"]}
+    warn_of_copies(flavour, copied)
+    return EnginesInfo(
+        *(flavour.name, version, capabilities, weights, profiles, round(seconds, 1), used, found), copied or None
+    )
+
+
+def _copied_bytes(spec: NetworkSpec, copied: Mapping[str, int]) -> int:
+    """Bytes that a run over one sequence copies of buffers that are to be updated in place."""
+    return sum(spec.outputs[output].size() * count for output, count in copied.items())
 
 
 def _built_engine(event: Mapping[str, Any]) -> BuiltEngine:
@@ -172,7 +182,7 @@ def _plugins_used(
 
 
 def shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
-    """The minimum, optimum and maximum shape of every input in a profile.
+    """The minimum, optimum and maximum shape of every input in a profile, but of those that have one shape alone.
 
     The optimum of a batch profile is its maximum batch: smaller ones are bound by reading the weights, whatever kernel
     is chosen.
@@ -182,7 +192,11 @@ def shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
         (profile.opt_tokens, profile.batch_size),
         (profile.max_tokens, profile.batch_size),
     )
-    return {name: [list(tensor.dims(tokens, rows)) for tokens, rows in sizes] for name, tensor in spec.inputs.items()}
+    return {
+        name: [list(tensor.dims(tokens, rows)) for tokens, rows in sizes]
+        for name, tensor in spec.inputs.items()
+        if any(isinstance(dim, str) for dim in tensor.shape)
+    }
 
 
 def _timing_cache(flavour: Flavour, version: str) -> Path:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def main() -> int:
     for network in job["networks"]:
         emit("building", network=network["name"])
         try:
-            built = build(network, job, emit) | log.built()
+            built = build(network, job, emit) | log.built(network["aliases"])
         except (PolygraphyException, TideError, RuntimeError, MemoryError, OSError) as error:
             reason = "not enough memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
             emit("refused", network=network["name"], reason=reason)
@@ -110,7 +111,10 @@ class BuildLog:
     """Reads the builder's log: TensorRT's own logger, which shows warnings and errors, keeps what an engine holds."""
 
     WEIGHTS, ACTIVATIONS = (re.compile(rf"Total {kind} Memory: (\d+) bytes") for kind in ("Weights", "Activation"))
-    LAYER = re.compile(r"^Name: ([^,]*), LayerType: ", re.MULTILINE)
+    LAYER = re.compile(
+        r"^Name: ([^,]*), LayerType: \w*(?:, Inputs: \[(?P<reads>.*)\], Outputs: \[(?P<writes>.*))?", re.MULTILINE
+    )
+    TENSOR = re.compile(r"\{ Name: (.+?)(?: \[profile (\d+)\])?, (?:Location|Dimensions): ")
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -135,16 +139,34 @@ class BuildLog:
         util.TRT_LOGGER = Log()
         return log
 
-    def built(self) -> dict[str, int]:
-        """The memory, layers and fused attention layers of the engine built since the last call."""
+    def built(self, aliases: dict[str, str]) -> dict[str, Any]:
+        """The memory, layers and fused attention layers of the engine built since the last call, and how often a run
+        copies each of its buffers that are to be updated in place, if it does.
+
+        Args:
+            aliases: {output: input} of these buffers.
+        """
         text, self.messages = "\n".join(self.messages), []
-        layers = self.LAYER.findall(text)
+        layers = list(self.LAYER.finditer(text))
         return {
             "weights_bytes": sum(map(int, self.WEIGHTS.findall(text))),
             "activation_bytes": max(map(int, self.ACTIVATIONS.findall(text)), default=0),
             "layers": len(layers),
-            "fused_attention_kernels": sum("mha" in name for name in layers),
+            "fused_attention_kernels": sum("mha" in layer[1] for layer in layers),
+            "copied": self._copied(layers, aliases),
         }
+
+    def _copied(self, layers: list[re.Match[str]], aliases: dict[str, str]) -> dict[str, int]:
+        """{output: copies in a run of the profile with most}. One that updates a buffer in place reads it and writes
+        to it. A layer copies it if it only writes to it, or only reads it before any has written to it."""
+        buffers = {output: output for output in aliases} | {entry: output for output, entry in aliases.items()}
+        copies, written = Counter[tuple[str, str]](), set[tuple[str, str]]()
+        for layer in layers:
+            tensors = (self.TENSOR.findall(layer[part] or "") for part in ("reads", "writes"))
+            reads, writes = ({(buffers[name], at) for name, at in found if name in buffers} for found in tensors)
+            copies.update((reads - writes - written) | (writes - reads))
+            written |= writes
+        return {output: max(copies[key] for key in copies if key[0] == output) for output, _ in copies}
 
 
 def allow_decomposition(trt: Any, network: Any) -> None:

@@ -9,7 +9,7 @@ its backbone, scaling and softcaps included. `register_adapter` is for models wh
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.failures import explained
+from tide_export.model.replaced_forward import returning
 
 
 def first_tensor(output) -> torch.Tensor:
@@ -46,6 +47,8 @@ class ModelStructure:
         first_position: the position id of the first token; above 0 where a model counts on from its padding id
             (RoBERTa).
         streams: number N of hidden states of each token where layers pass several, [N, B, S, D]; None: [B, S, D].
+        stream_axis: where N is; 2 for [B, S, N, D].
+        others: how many values such a layer gives beside its hidden states.
     """
 
     backbone: nn.Module
@@ -53,6 +56,8 @@ class ModelStructure:
     final_modules: tuple[nn.Module, ...] | None
     first_position: int = 0
     streams: int | None = None
+    stream_axis: int = 0
+    others: int = 0
 
     @classmethod
     def find(cls, model: PreTrainedModel) -> "ModelStructure":
@@ -61,6 +66,10 @@ class ModelStructure:
         Raises:
             UnsupportedModelError: a part is missing, or an adapter's part is wrong.
         """
+        if getattr(model.config.get_text_config(), "hidden_size", None) is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be exported: its config gives no hidden_size, the width of its layers"
+            )
         adapter = next((_ADAPTERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _ADAPTERS), None)
         if adapter is None:
             return _find(model)
@@ -107,11 +116,11 @@ class ModelStructure:
 
     def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
         """Makes raw states [B, S, D] of what a layer takes or gives."""
-        return hidden if self.streams is None else hidden.permute(1, 2, 0, 3).flatten(2)
+        return hidden if self.streams is None else hidden.movedim(self.stream_axis, 2).flatten(2)
 
     def by_stream(self, raw: torch.Tensor) -> torch.Tensor:
         """Makes what a layer takes or gives of raw states [B, S, D]."""
-        return raw if self.streams is None else raw.unflatten(-1, (self.streams, -1)).permute(2, 0, 1, 3)
+        return raw if self.streams is None else raw.unflatten(-1, (self.streams, -1)).movedim(2, self.stream_axis)
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes normalized states [..., D'] of raw states [..., D], by the final modules or the backbone."""
@@ -125,62 +134,15 @@ class ModelStructure:
         """Computes logits [B, S, V] by the model's own forward, whose backbone only returns `normalized` [B, S, D']."""
         tokens = normalized.reshape(-1, 1, normalized.shape[-1])  # sequences of one token: there may be more than fit
         ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=normalized.device)
-        with _returning([self.backbone], _NoOtherOutputs(last_hidden_state=tokens)):
+        with returning([self.backbone], _NoOtherOutputs(last_hidden_state=tokens)):
             return model(input_ids=ids, use_cache=False).logits.unflatten(0, normalized.shape[:2]).squeeze(2)
 
     def _run_without_layers(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.reshape(-1, 1, hidden.shape[-1])  # sequences of one token: the masks stay small
-        with _returning(self.layers, self.by_stream(tokens)):
+        states = self.by_stream(tokens)
+        with returning(self.layers, (states, *[None] * self.others) if self.others else states):
             ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=hidden.device)
             return self.backbone(input_ids=ids, use_cache=False)[0].reshape(*hidden.shape[:-1], -1)
-
-
-@contextmanager
-def _returning(modules: Iterable[nn.Module], output: Any) -> Iterator[None]:
-    """While open, calls of `modules` from this thread return `output`."""
-    with ExitStack() as stack:
-        for module in modules:
-            replaced = stack.enter_context(_ReplacedForward.of(module))
-            replaced.local.output = output
-            stack.callback(delattr, replaced.local, "output")
-        yield
-
-
-class _ReplacedForward:
-    """Replaces a module's forward while any thread is in `_returning`.
-
-    Returns the output that a thread has set in `local`; for other threads it runs the module.
-    """
-
-    _lock = threading.Lock()
-
-    def __init__(self, module: nn.Module):
-        self.overridden = module.__dict__.get("forward")  # accelerate sets one on a module it dispatches whole
-        self.forward = module.forward
-        self.local = threading.local()
-        self.threads = 0
-
-    def __call__(self, *args, **kwargs):
-        output = getattr(self.local, "output", None)
-        return self.forward(*args, **kwargs) if output is None else output
-
-    @classmethod
-    @contextmanager
-    def of(cls, module: nn.Module) -> "Iterator[_ReplacedForward]":
-        with cls._lock:
-            current = module.__dict__.get("forward")
-            replaced = current if isinstance(current, cls) else cls(module)
-            replaced.threads += 1
-            module.forward = replaced
-        try:
-            yield replaced
-        finally:
-            with cls._lock:
-                replaced.threads -= 1
-                if replaced.threads == 0:
-                    del module.forward  # the class's method is visible again
-                    if replaced.overridden is not None:
-                        module.forward = replaced.overridden
 
 
 Adapter = Callable[[PreTrainedModel], ModelStructure]
@@ -280,6 +242,8 @@ def _find(model: PreTrainedModel) -> ModelStructure:
 
     chain: list[nn.Module] = []
     current, stop = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
+    if current.ndim == 4:
+        return _finished_by_forward(model, backbone, layers)
     while not _same(current, stop):
         step = next((call for call in steps if _same(call[1], current) and not _same(call[2], current)), None)
         if step is None:
@@ -326,6 +290,10 @@ def _layers(model: PreTrainedModel, run: _Run) -> tuple[nn.Module, nn.ModuleList
     for backbone, layers in ran:
         if len(layers) == depth:
             return backbone, layers
+    for backbone, layers in owners:
+        on_text = [layer for layer in layers if run.counts[id(layer)]]
+        if len(layers) == depth and on_text and all(run.counts[id(layer)] == 1 for layer in on_text):
+            return backbone, nn.ModuleList(on_text)  # the others read images
     runs = [sum(run.counts[id(layer)] for layer in layers) for _, layers in owners if len(layers) == depth]
     if runs:
         raise UnsupportedModelError(f"{kind} ran {max(runs)} decoder layers but its config says {depth}")
@@ -347,8 +315,11 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
     other = torch.tensor([[1, 2]], device=input_device(model))  # than the tokens that `ModelStructure.normalize` gives
     run = _watch(model, other)
     last, states = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
-    if last.ndim == 4 and last.shape[1:3] == (1, 2):
-        structure = ModelStructure(backbone, layers, None, streams=len(last))
+    if last.ndim == 4 and (1, 2) in (last.shape[1:3], last.shape[:2]):
+        axis = 0 if last.shape[1:3] == (1, 2) else 2
+        output = run.outputs[id(layers[-1])]
+        others = len(output) - 1 if isinstance(output, tuple) else 0
+        structure = ModelStructure(backbone, layers, None, streams=last.shape[axis], stream_axis=axis, others=others)
         if _leads_to(structure, last, states):
             return structure
     raise UnsupportedModelError(

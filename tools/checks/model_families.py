@@ -1,13 +1,14 @@
 """The table of model families, docs/reference/models.md: runs calibrate, export and parity for every row.
 
-    python tools/checks/model_families.py [--only FAMILY]... [--update] [-o FILE]
+    python tools/checks/model_families.py [--only FAMILY]... [--update] [--classes] [-o FILE]
 
 A row is a tiny random model of tests/families.py, with the features its family is known for, saved to a folder with a
 tokenizer of bytes. It is calibrated on the bundled text (where that gives nothing to learn its routers are random),
 exported as `tide-export export` does it, the bundle loaded, and compared with the Hugging Face model at full depth and
 with the oracle at thresholds that about half of the tokens pass, so that tokens wait and catch up. A row that fails
 stays in the table with the sentence it failed with. Exit code 1 if a row is not what tests/families.py expects. With
-`--only`, rows are printed and nothing is written, unless `--update` replaces them in the page.
+`--only`, rows are printed and nothing is written, unless `--update` replaces them in the page. `--classes` runs nothing
+and lists every class that AutoModelForCausalLM loads, with its rows or why it has none; exit code 1 if one has neither.
 """
 
 import argparse
@@ -22,8 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tide_export.config import TideConfig
 from tide_export.engines.rebuild import rebuild
@@ -63,6 +66,13 @@ of one busy machine and no measurement.
 {head}
 """
 
+CLASSES = """
+## Classes of transformers {version}
+
+`AutoModelForCausalLM` loads {count} classes, of which {built} have tiny models here: {equal} ({share:.0f} %) are
+exported and equal, in all of their rows; {others}. Of {unbuilt} there is none: {reasons}.
+"""
+
 COLUMNS = [
     *("family", "features", "layers traced", "parity full", "parity exit"),
     *("onnxruntime", "tensorrt-rtx build", "export seconds", "notes"),
@@ -82,6 +92,9 @@ CLOSING = """
   may be chosen differently by two correct programs; the check before a bundle is written then says that the graph
   differs, and `--no-validate` skips it.
 - **Keys wider than values** (DeepSeek's latent attention): both are stored at the wider width, decompressed.
+- **Attention to chosen tokens** (DeepSeek V3.2, GLM 5, MiniMax M3): where an indexer keeps the best N keys, bundles
+  hold sequences of up to N tokens, which attend to all; `export` says so.
+- **Recurrent states**: [which](../architecture/recurrent-states.md), for target onnxruntime alone.
 - Parts that cannot be found by themselves can be told: [adapters](../guide/adapters.md).
 """
 
@@ -138,7 +151,7 @@ def exported(model: str, bundle: Path, options: dict[str, Any]) -> str:
         export(model, bundle, targets=("onnxruntime", "tensorrt-rtx"), **options)
         return ""
     except UnsupportedModelError as error:
-        if "which TensorRT does not take" not in str(error):
+        if "TensorRT" not in str(error):
             raise
         export(model, bundle, **options)
         return f"refused: {str(error).split(',')[0]}"
@@ -206,6 +219,43 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
+def rows_of_classes(families: ModuleType) -> dict[str, list[str]]:
+    """The families of each class that AutoModelForCausalLM loads; none where there is no row."""
+    rows: dict[str, list[str]] = {name: [] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    for family, row in families.FAMILIES.items():
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(row.config().model_type)
+        if name is not None:
+            rows[name].append(family)
+    return rows
+
+
+def list_classes(families: ModuleType) -> int:
+    """Prints each class with its rows, or why it has none; returns 1 if one has neither, else 0."""
+    rows = rows_of_classes(families)
+    for name, found in rows.items():
+        print(f"{name}: {', '.join(found) or families.UNBUILT.get(name, 'no row yet')}")
+    return int(any(not found and name not in families.UNBUILT for name, found in rows.items()))
+
+
+def classes(equal: Sequence[str], families: ModuleType) -> str:
+    """What the page says of classes: `equal` are the families that are exported and equal."""
+    rows = rows_of_classes(families)
+    built = {name: found for name, found in rows.items() if found}
+    good = [name for name, found in built.items() if set(found) <= set(equal)]
+    others = [name for name in built if name not in good]
+    missing = {name: families.UNBUILT.get(name, "no row yet") for name in rows if name not in built}
+    return CLASSES.format(
+        version=transformers.__version__,
+        count=len(rows),
+        built=len(built),
+        equal=len(good),
+        share=100 * len(good) / len(built),
+        others=f"not so {', '.join(others)}" if others else "no others",
+        unbuilt=len(missing),
+        reasons="; ".join(f"{name} ({why})" for name, why in missing.items()),
+    )
+
+
 def page(lines: Sequence[str], families: ModuleType) -> str:
     """docs/reference/models.md, of its rows."""
     sizes = importlib.import_module("tiny_configs")
@@ -227,7 +277,7 @@ def page(lines: Sequence[str], families: ModuleType) -> str:
         window=sizes.WINDOW,
         new=NEW_TOKENS,
     )
-    return head + "\n".join(lines) + "\n" + CLOSING
+    return head + "\n".join(lines) + "\n" + classes(equal, families) + CLOSING
 
 
 def read_rows(page: Path) -> dict[str, str]:
@@ -239,11 +289,14 @@ def read_rows(page: Path) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="FAMILY", help="run these rows and write nothing")
+    parser.add_argument("--classes", action="store_true", help="list the classes of transformers and run nothing")
     parser.add_argument("--update", action="store_true", help="with --only: replace these rows in the page")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "reference" / "models.md")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT / "tests"))
     families = importlib.import_module("families")
+    if options.classes:
+        return list_classes(families)
     unknown = sorted(set(options.only or ()) - families.FAMILIES.keys())
     if unknown:
         parser.error(f"no family {unknown[0]!r}: there are {', '.join(families.FAMILIES)}")

@@ -26,7 +26,7 @@ FLOORS = (
     ("values",),
     ("config", "files", "thresholds"),
     ("bundle",),
-    ("runtime",),
+    ("hub", "runtime"),
     ("model", "serving"),
     ("data",),
     ("quantize", "routers"),

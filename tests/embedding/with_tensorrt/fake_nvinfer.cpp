@@ -1,12 +1,14 @@
 // A stand-in for TensorRT, or for TensorRT for RTX, by the headers it is compiled with: what cpp/src/tensorrt calls, on the
 // stand-in for the CUDA runtime. Its engines are text files, which engine_files.py writes: a header, the network, a defect
-// to simulate, the profiles' sizes and the tensors. The test runs the networks (`fake_trt_run`).
+// to simulate ("copies": the plugin does not work in place), the profiles' sizes and the tensors. The test runs the networks (`fake_trt_run`).
 //
 // It refuses what TensorRT refuses: shapes beyond the profile, addresses that are not aligned, a run before everything is
 // set, a recording of a shape that has not run. What was recorded of an execution context fails once the context's shapes or
 // addresses have changed, or it is gone: TensorRT leaves undefined what it does then. That of TensorRT for RTX keeps kernels in a cache, a line each; its
 // engines' headers are "an engine", "a slow engine" or "an invalid engine" with the diagnostics, and FAKE_TRT_RECORDS_NOT
 // in the environment refuses recordings.
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -30,6 +32,8 @@ int (*fake_trt_run)(char const* network, char const* const* names, void* const* 
 }
 
 namespace {
+
+void (*copy_by_plugin)(long bytes) = nullptr;  // of the stand-in for the plugin library
 
 constexpr int kChanged = 720;  // no error of CUDA
 
@@ -208,6 +212,7 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
     static_cast<void>(config_);
 #endif
     last_ = sizes_;
+    if (plan_.defect == "copies") copy_by_plugin(1000 * sizes_.batch_size);
     return fake_cuda_queue(stream, run, new Run{plan_.network, addresses_, sizes_, captured, changes_, *changes_}) == 0;
   }
 #ifdef TRT_MAJOR_RTX
@@ -307,7 +312,9 @@ class FakeRuntime final : public IRuntime, StubVRuntime {
 struct FakeRegistry final : StubIPluginRegistry {
   ~FakeRegistry() noexcept override = default;
   PluginLibraryHandle loadLibrary(char const* path) noexcept override {
-    if (std::strstr(path, "unloved") == nullptr) loaded = true;
+    if (std::strstr(path, "unloved") != nullptr) return nullptr;
+    loaded = true;
+    copy_by_plugin = reinterpret_cast<void (*)(long)>(dlsym(dlopen(path, RTLD_NOW), "copy"));
     return nullptr;
   }
   IPluginCreatorInterface* getCreator(char const* name, char const* version, char const* space) noexcept override {

@@ -44,6 +44,12 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plugins(compile_library: Callable[..., Path]) -> Path:
+    """A stand-in for the plugin library: the one that this process loads."""
+    return compile_library("ours")
+
+
 def chosen(options: dict[str, Any], thresholds: list[float]) -> dict[str, Any]:
     exits = {} if options["mode"] == "full" else {"threshold": thresholds}
     exits |= {"min_layers": 0} if options["mode"] == "exit" else {}
@@ -201,7 +207,7 @@ def test_an_engine_that_cannot_be_read_and_memory_that_cannot_be_had(
 
 
 def test_engines_with_plugins_need_the_library(
-    opens: Opens, bundle: Path, build: Build, compile_library: Callable[..., Path]
+    opens: Opens, bundle: Path, build: Build, plugins: Path, compile_library: Callable[..., Path]
 ) -> None:
     change(bundle, plugins=PluginsInfo(__version__, "0" * 64, ("segment_00",)))
     older, unloved = compile_library("older", tensorrt="10.3"), compile_library("unloved")
@@ -216,7 +222,7 @@ def test_engines_with_plugins_need_the_library(
     ]:
         with refused(PROVIDER_ERROR, sentence):
             opens(bundle, **options)
-    ours = str(compile_library("ours"))
+    ours = str(plugins)
     opens(bundle, "auto", plugins=ours)
     another, running = build.log
     assert "ours.so' is another build than the engines of bundle" in another
@@ -224,6 +230,27 @@ def test_engines_with_plugins_need_the_library(
     change(bundle, plugins=PluginsInfo("0.0.9", "0" * 64, ("segment_00",)))
     with refused(PROVIDER_ERROR, f"hold plugins of tide_export 0.0.9, but the library .* is of {__version__}"):
         opens(bundle, plugins=ours)
+
+
+@pytest.mark.parametrize(("wrong", "copies"), [("copies", True), ("", False)])
+def test_a_plugin_that_does_not_work_in_place_is_told_once(
+    opens: Opens, build: Build, tiny_llama: TinyLlama, tmp_path: Path, plugins: Path, wrong: str, copies: bool
+) -> None:
+    bundle = with_engines(tiny_llama.exact, tmp_path / "bundle", FLAVOUR, build.version, wrong)
+    change(bundle, plugins=PluginsInfo(__version__, "0" * 64, ("segment_01",)))
+    engine = opens(bundle, plugins=str(plugins))
+    build.log.clear()
+    for _ in range(2):
+        engine.generate(TEXT, mode="full", max_new_tokens=8, stop_token_ids=[])
+    sentence = "TensorRT does not let the plugin in segment_01 update exit_states in place: a run over 1 sequences"
+    assert build.log == ([f"{sentence} copies 1000 bytes"] if copies else [])
+
+
+def test_copies_that_the_builder_reported_are_told_again(opens: Opens, bundle: Path, build: Build) -> None:
+    change(bundle, copied={"segment_01": 8192})
+    opens(bundle)
+    sentence = "TensorRT copies buffers that segment_01 is to update in place: 8192 bytes in a run over one sequence"
+    assert build.log == [sentence]
 
 
 def test_a_machine_without_the_library_is_told_so(build: Build, bundle: Path) -> None:

@@ -24,6 +24,7 @@ from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, max_gathe
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass, check_weights
 from tide_export.lower.tensorrt.quantized_matmuls import QuantizedMatMulsPass
 from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
+from tide_export.lower.tensorrt.shared_embedding import SharedEmbedding, share_embedding
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.trace.rewriting import remove_unused, run_passes
 
@@ -54,6 +55,7 @@ class Networks:
         max_tokens: tokens a run may take, if experts are gathered.
         unbatched: why sequences cannot be batched, if they cannot.
         matrices: int4 or fp8, of the layers' matrices; None: as `weights`.
+        embedding: their input `names.EMBEDDING`, if they have it.
     """
 
     models: dict[str, ir.Model]
@@ -63,6 +65,7 @@ class Networks:
     max_tokens: int | None = None
     unbatched: str | None = None
     matrices: str | None = None
+    embedding: SharedEmbedding | None = None
 
     def info(self, manifest: Manifest, batch_size: int = BATCH_SIZE) -> NetworksInfo:
         """Their entry in the manifest; logs a warning if they cannot take `batch_size` sequences in a run.
@@ -85,6 +88,7 @@ class Networks:
             sizes.max_batch_size,
             sizes.max_slot_tokens,
             self.matrices,
+            None if self.embedding is None else self.embedding.info,
         )
 
     def _unaligned(self, manifest: Manifest) -> str | None:
@@ -101,9 +105,11 @@ class Networks:
         return None
 
     def save(self, folder: Path) -> None:
-        """Writes every network to `folder`/segments, with one file of weights that they share."""
+        """Writes every network to `folder`/segments, with one file of weights that they share, and the embedding."""
         target = folder / names.SEGMENTS_FOLDER
         target.mkdir()
+        if self.embedding is not None:
+            (folder / names.EMBEDDING_FILE).write_bytes(self.embedding.matrix.tobytes())
         large: dict[str, ir.TensorProtocol] = {}
         weights = [item for model in self.models.values() for item in model.graph.initializers.items()]
         for name, value in weights:
@@ -151,9 +157,10 @@ def networks_for_tensorrt(
         run_passes(model, ScatterAttentionPass(), ExpertGatherPass())
         remove_unused(model)
     max_tokens = min((bound for bound in bounds if bound is not None), default=None)
+    embedding = share_embedding(models, weights)
     models |= compose_choices(pieces.vocab_size)
     matrices = None if quantized is None else FP8 if quantized.settings is None else f"int{quantized.settings.bits}"
-    return Networks(models, weights, capacity, pieces.normalized_size, max_tokens, unbatched, matrices)
+    return Networks(models, weights, capacity, pieces.normalized_size, max_tokens, unbatched, matrices, embedding)
 
 
 def check_pieces(pieces: Pieces, weights: str) -> None:

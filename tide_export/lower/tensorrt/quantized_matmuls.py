@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.model.quantized_weights import Blocks, Fp8Matrix
+from tide_export.model.quantized_weights import Blocks, Fp8Matrix, IntegerMatrix
 from tide_export.names import DOMAIN, OP_QUANTIZED_MATMUL
 from tide_export.trace.rewriting import (
     constant,
@@ -29,7 +29,7 @@ FP8, INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4
 class QuantizedMatMulsPass(ir.passes.InPlacePass):
     """Inputs of each node: states [..., K] in half precision, and an optional bias [N]."""
 
-    def __init__(self, blocks: Mapping[str, Blocks | Fp8Matrix]):
+    def __init__(self, blocks: Mapping[str, IntegerMatrix | Fp8Matrix]):
         """`blocks`: the matrices by the names the nodes use; integers of 4 bits without zero points."""
         super().__init__()
         self.blocks = blocks
@@ -56,7 +56,8 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
             weight = _weight(graph, name, matrix, FP8, lambda: matrix.numbers.T)
             scale, blocks = _scale(graph, matrix.scale, dtype), {}
         else:
-            assert matrix.zeros is None
+            assert isinstance(matrix, Blocks)
+            assert matrix.symmetric
             weight = _weight(graph, name, matrix, INT4, lambda: matrix.signed().T.astype(ml_dtypes.int4))
             scales = np.ascontiguousarray(matrix.scales.T).astype(dtype.numpy())
             scale, blocks = constant(graph, f"{name}.scales", scales), {"axis": 0, "block_size": matrix.block_size}

@@ -1,0 +1,196 @@
+"""Rows of `families` that cannot be exported: they must be refused in a sentence, not go wrong. And what has no row."""
+
+import transformers as tf
+from further_families import ENCODER, LAYERS, MIXED, PLAIN, SMALL_EXPERTS, WIDE, row
+from hybrid_families import DELTA, SPARSE
+from tiny_configs import CONTEXT, HEADS, TINY, VISION, WINDOW, Family
+from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
+
+DBRX_ATTENTION = DbrxAttentionConfig(kv_n_heads=2, clip_qkv=8.0)
+DBRX_ATTENTION.rope_theta = 10000.0  # which its class does not take and its model reads
+BLT = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
+    "num_hidden_layers": LAYERS,
+}
+PATCHES = {**BLT, "vocab_size": 260, "hidden_size_global": 64}
+INDEXED_DELTA = {**DELTA, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
+
+REFUSED_ROWS: dict[str, Family] = {
+    "rwkv": row(tf.RwkvConfig, PLAIN, refused="recurrent state", attention_hidden_size=64),
+    "dbrx": row(
+        tf.DbrxConfig,
+        {"vocab_size": 512, "d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
+        refused="decides by the values of tensors",
+        attn_config=DBRX_ATTENTION,
+        ffn_config=DbrxFFNConfig(hidden_size=64, ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2),
+    ),
+    "xlnet": row(
+        tf.XLNetConfig,
+        {"vocab_size": 512, "d_model": 64, "n_layer": LAYERS, "n_head": 4, "d_inner": 128},
+        refused="is not understood",
+    ),
+    "doge": row(tf.DogeConfig, WIDE, refused="depends on the tokens"),
+    "cpmant": row(
+        tf.CpmAntConfig,
+        {**TINY, "num_hidden_layers": LAYERS, "dim_head": 16, "dim_ff": 128},
+        refused="for a fixed number of tokens",
+    ),
+    "longcat_flash": row(
+        tf.LongcatFlashConfig,
+        {**TINY, "num_layers": LAYERS, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32},
+        refused="decides by the values of tensors",
+        costly=True,
+        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+        **{"head_dim": 8, "moe_topk": 2, "n_routed_experts": 8, "zero_expert_num": 2},
+    ),
+    "prophetnet": row(
+        tf.ProphetNetConfig,
+        {
+            **{"vocab_size": 512, "hidden_size": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+            **{"num_encoder_layers": 1, "num_encoder_attention_heads": 4, "num_decoder_layers": LAYERS},
+            **{"num_decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False},
+        },
+        add_cross_attention=False,
+        refused="something happens outside any module",
+    ),
+    "reformer": row(
+        tf.ReformerConfig,
+        TINY,
+        is_decoder=True,
+        attn_layers=["local", "local"],
+        attention_head_size=16,
+        feed_forward_size=64,
+        axial_pos_embds=False,
+        max_position_embeddings=CONTEXT,
+        local_attn_chunk_length=16,
+        refused="something happens outside any module",
+        costly=True,
+    ),
+    "xlm": row(
+        tf.XLMConfig,
+        {"vocab_size": 512, "emb_dim": 64, "n_layers": LAYERS, "n_heads": 4, "max_position_embeddings": CONTEXT},
+        *("learned positions", "norms after"),
+        causal=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        refused="something happens outside any module",
+        costly=True,
+    ),
+    "zaya": row(
+        tf.ZayaConfig,
+        HEADS,
+        num_experts=4,
+        moe_intermediate_size=32,
+        router_hidden_size=16,
+        layer_types=["hybrid", "hybrid", "hybrid"],
+        rope_parameters={"hybrid": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        refused="recurrent state",
+        costly=True,
+    ),
+    "xlstm": row(
+        tf.xLSTMConfig,
+        {"vocab_size": 512, "hidden_size": 64, "embedding_dim": 64, "num_heads": 4},
+        num_hidden_layers=LAYERS,
+        num_blocks=LAYERS,
+        refused="recurrent state",
+        costly=True,
+    ),
+    "inkling (text)": row(
+        tf.InklingTextConfig,
+        HEADS,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=16,
+        sliding_window_size=WINDOW,
+        rel_extent=16,
+        d_rel=8,
+        refused="with a position bias",
+        costly=True,
+    ),
+    "inkling2 (text)": row(
+        tf.Inkling2TextConfig,
+        HEADS,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=16,
+        sliding_window_size=WINDOW,
+        rel_extent=16,
+        d_rel=8,
+        unpadded_vocab_size=512,
+        refused="something happens outside any module",
+        costly=True,
+    ),
+    "qwen4_exp (text)": row(
+        tf.Qwen4ExpTextConfig,
+        HEADS,
+        **SPARSE,
+        **INDEXED_DELTA,
+        shared_expert_intermediate_size=32,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=128,
+        indexer_compress_ratio=4,
+        hc_count=2,
+        hc_lowrank=16,
+        refused="something happens outside any module",
+        costly=True,
+    ),
+    "diffllama": row(tf.DiffLlamaConfig, WIDE, refused="the trace holds 4 attention ops for 2 layers", costly=True),
+    "git": row(tf.GitConfig, {**PLAIN, "vision_config": VISION}, refused="that depends on the tokens", costly=True),
+    "hrm_text": row(
+        tf.HrmTextConfig,
+        PLAIN,
+        refused="has no list of 2 decoder layers",
+        num_layers_per_stack=1,
+        H_cycles=1,
+        L_cycles=1,
+    ),
+    "xmod": row(
+        tf.XmodConfig, ENCODER, refused="decides by the values of tensors", costly=True, default_language="en_XX"
+    ),
+    "blt": row(
+        tf.BltConfig,
+        {"vocab_size": 260, "patcher_config": PATCHES, "encoder_config": PATCHES, "decoder_config": PATCHES},
+        global_config=BLT,
+        encoder_hash_byte_group_vocab=64,
+        refused="gives no hidden_size",
+        costly=True,
+    ),
+    "deepseek_v4": row(
+        tf.DeepseekV4Config,
+        {**{key: value for key, value in WIDE.items() if key != "intermediate_size"}, "num_key_value_heads": 1},
+        **{**SMALL_EXPERTS, "n_routed_experts": 8, "mlp_layer_types": ["hash_moe", "moe"]},
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        **{"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "q_lora_rank": 24, "o_groups": 2},
+        **{"o_lora_rank": 16, "sliding_window": WINDOW, "partial_rotary_factor": 0.5, "hc_mult": 2},
+        refused="recurrent state",
+        costly=True,
+    ),
+    "gemma4_unified_assistant": row(
+        tf.Gemma4UnifiedAssistantConfig,
+        {"backbone_hidden_size": 64},
+        text_config={
+            **{**WIDE, "num_hidden_layers": 4, "sliding_window": WINDOW, "layer_types": 2 * MIXED},
+            **{"num_kv_shared_layers": 2, "global_head_dim": 16},
+        },
+        refused="cannot run on token ids alone",
+    ),
+}
+
+# Classes of transformers 5.23 of which there is no tiny model.
+UNBUILT = {
+    "MusicgenForCausalLM": "AutoModelForCausalLM gives it the config of the model around it, which it does not take",
+    "MusicgenMelodyForCausalLM": "as MusicgenForCausalLM",
+    "Gemma4AssistantForCausalLM": "its config asks that all layers share keys and values, which its layers refuse",
+    "Gemma3nForConditionalGeneration": "its vision tower needs the package timm; its text model has a row",
+}
