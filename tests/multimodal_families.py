@@ -16,12 +16,6 @@ def row(kind: Any, *features: str, note: str = "", refused: str = "", layers: in
 
 
 MULTIMODAL: dict[str, Family] = {
-    "emu3": row(
-        tf.Emu3Config,
-        text_config=SHARED,
-        vq_config={"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "hidden_size": 32},
-        vocabulary_map={"<image>": 3},
-    ),
     "fuyu": row(
         tf.FuyuConfig,
         *("partial rotary", "q/k norms", "packed projections"),
@@ -46,17 +40,6 @@ MULTIMODAL: dict[str, Family] = {
         vision_config={
             **{key: VISION[key] for key in ("hidden_size", "image_size", "patch_size", "num_attention_heads")},
             **{"num_hidden_layers": 1, "mlp_dim": 32, "output_channels": 16, "global_attn_indexes": [0]},
-        },
-        image_token_index=3,
-    ),
-    "mllama": row(
-        tf.MllamaConfig,
-        note="layers that attend to images alone do not run on text, and are left out",
-        text_config={**SHARED, "num_hidden_layers": 3, "cross_attention_layers": [1]},
-        vision_config={
-            **{"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2},
-            **{"intermediate_size": 32, "vision_output_dim": 64, "image_size": 28, "patch_size": 14},
-            "intermediate_layers_indices": [0],
         },
         image_token_index=3,
     ),

@@ -224,17 +224,6 @@ RARE: dict[str, Family] = {
             beta_slow=1.0,
         ),
     ),
-    "dots3_note": rare(
-        tf.Dots3NoteTextConfig,
-        {**LATENT_EXPERTS, "head_dim": 20},
-        *("indexed attention", "latent attention", "sliding window", "experts", "shared experts"),
-        **INDEXED,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "indexed_attention"],
-        per_layer_config=None,
-        shared_experts_intermediate_size=32,
-        rope_parameters={kind: {**DEFAULT, "partial_rotary_factor": 0.4} for kind in ("indexed_attention", MIXED[0])},
-    ),
     "modernbert-decoder": rare(
         tf.ModernBertDecoderConfig,
         {**PLAIN, "cls_token_id": 1, "sep_token_id": 2},
