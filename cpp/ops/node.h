@@ -93,6 +93,8 @@ class Node {
   virtual Status* add(Operands const& operands, Run& run) = 0;
 };
 
+inline float const* data_of(Tensor const& tensor) { return static_cast<float const*>(tensor.data); }
+
 inline Status* invalid(char const* message) { return api.CreateStatus(abi::kInvalidArgument, message); }
 
 }  // namespace tide_ops

@@ -22,8 +22,6 @@ bool is_vector(Tensor const& tensor, std::int64_t width) {
   return tensor.rank == 0 || (tensor.rank == 1 && tensor.dims[0] == width);
 }
 
-float const* data_of(Tensor const& tensor) { return static_cast<float const*>(tensor.data); }
-
 class Norm : public Node {
  public:
   Norm(bool layer, bool skip, Attributes const& attributes)

@@ -72,8 +72,6 @@ bool is_of(Tensor const& tensor, std::initializer_list<std::int64_t> dims) {
   return tensor.rank == dims.size() && std::equal(dims.begin(), dims.end(), tensor.dims);
 }
 
-float const* data_of(Tensor const& tensor) { return static_cast<float const*>(tensor.data); }
-
 class CausalConv : public Node {
  public:
   explicit CausalConv(Attributes const& attributes) : silu_(attributes.integer("silu", 0) != 0) {}

@@ -83,6 +83,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(st.integers(0, 47), st.floats(-100, 100), max_size=3),
     "logits_processor": st.sampled_from([lambda ids, logits: -logits, lambda ids, logits: ids, Hostile]),
     "logprobs": st.integers(0, 48),
+    "prompt_logprobs": st.integers(0, 48),
     "seed": st.integers(0, 9),
     "stop_token_ids": st.lists(st.integers(0, 47), max_size=3),
     "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),

@@ -190,9 +190,9 @@ def test_matrices_in_16_bits_stay_so_beside_integers(
 
 
 def test_what_is_kept_packed() -> None:
-    assert ExportRequest("model", "out").keeps_packed
+    assert ExportRequest("model", "out").loading["packed"]
     for options in ({"weights": "fp32"}, {"weights": "int4"}, {"device_map": "auto"}):
-        assert not ExportRequest("model", "out", **options).keeps_packed
+        assert not ExportRequest("model", "out", **options).loading["packed"]
 
 
 def test_an_accuracy_level_is_for_integers(tmp_path: Path) -> None:

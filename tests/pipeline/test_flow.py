@@ -60,11 +60,11 @@ def test_a_length_beyond_the_context_is_refused(
 
 
 def test_an_architecture_that_cannot_be_traced_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    source = build("mamba")
+    source = build("rwkv")
     source.model.save_pretrained(tmp_path / "mamba")
     random = RouterSet({2: Router(source.normalized_size, 4).requires_grad_(False)})
     random.save(tmp_path / "routers.safetensors")
-    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="RwkvForCausalLM"):
         pipeline.export(
             str(tmp_path / "mamba"),
             tmp_path / "out",

@@ -191,7 +191,7 @@ def test_the_builder_hands_the_library_to_the_parser(library, exit_graph, tmp_pa
     profile = {"states": [[1, 1, 64]] * 3, "exit_states": [[1, 1, 4, 64]] * 3}
     profile |= {name: [[1]] * 3 for name in ("last_tokens", "thresholds")}
     network = {"name": "segment_00", "source": str(exit_graph), "engine": str(tmp_path / "e"), "profiles": [profile]}
-    network["reads_nan"] = False
+    network |= {"reads_nan": False, "aliases": {}}
     job = {"networks": [network], "timing_cache": None, "plugins": None, "compute_capabilities": ()}
     assert run_worker(job, TENSORRT_RTX, "1.7", lambda amount: None)["segment_00"]["plugins"] == 0
     with pytest.raises(BuildError, match=r"crashed while building segment_00 \(SIG"):

@@ -25,7 +25,7 @@ from tide_export.compose.passes.static_reshapes import StaticReshapesPass
 from tide_export.compose.states import StateShape, keeps_state, shapes_of
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.names import DOMAIN, OP_ATTENTION
-from tide_export.trace.rewriting import present, run_passes, static_dim
+from tide_export.trace.rewriting import nodes_of, present, run_passes, static_dim
 from tide_export.trace.tracer import TracedModel
 
 NO_KV = (0, 0)  # shape of the K/V of a layer without attention
@@ -183,6 +183,8 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         CarriedStatesPass(bounds),
         common_passes.RemoveUnusedNodesPass(),
     )
+    if nodes_of(graph, "NonZero"):
+        raise UnsupportedModelError("it decides by the values of tensors what to compute, so it cannot be exported")
     token_ids, positions = graph.inputs
 
     def after(layer: int) -> ir.Value:

@@ -58,12 +58,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     """Runs the stages that need the model in memory; returns the manifest so far, and `check_export`'s references."""
     routers = given_routers(request)
     with stage("loading the model"):
-        source = load_model(
-            request.model,
-            device_map=request.device_map,
-            trust_remote_code=request.trust_remote_code,
-            packed=request.keeps_packed,
-        )
+        source = load_model(request.model, **request.loading)
     asked, request = request, choose_weights(source, request)
     length, checkpoints = check_source(source, request, routers, folder)
     head = given_head(source, request, length)

@@ -142,9 +142,10 @@ class ExportRequest:
         return self.weights if self.flavour is None and self.weights in OP_HALF_MATMUL else None
 
     @property
-    def keeps_packed(self) -> bool:
-        """Whether the bundle gets the integers of a GPTQ or AWQ checkpoint as they are."""
-        return self.weights == AUTO and self.device_map is None
+    def loading(self) -> dict[str, Any]:
+        """Options of `load_model`; the bundle gets the integers of a GPTQ or AWQ checkpoint as they are if it may."""
+        packed = self.weights == AUTO and self.device_map is None
+        return {"device_map": self.device_map, "trust_remote_code": self.trust_remote_code, "packed": packed}
 
     @property
     def reads_text_for_weights(self) -> bool:

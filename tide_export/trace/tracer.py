@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx import config as fx_config
 from transformers import PreTrainedModel
 
-from tide_export.errors import TraceError, UnsupportedModelError
+from tide_export.errors import TraceError
 from tide_export.model.failures import refuse_trace
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel
@@ -250,10 +250,6 @@ def _check(source: SourceModel, traced: TracedModel) -> None:
         for op_type in (OP_ATTENTION, OP_CHECKPOINT)
     )
     depth = traced.boundaries[-1]
-    if nodes_of(traced.model.graph, "NonZero"):
-        raise UnsupportedModelError(
-            f"{source.architecture} cannot be exported: it decides by the values of tensors what to compute"
-        )
     if _recurs(traced.model):
         once = attention == sorted(set(attention))  # some layers keep a state instead, or neither
     else:

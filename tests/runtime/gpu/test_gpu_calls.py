@@ -161,8 +161,10 @@ def test_too_little_memory(graph: Engine, on_gpu: Any, cudart: FakeCudart) -> No
     expected = [exits(one) for one in alone(graph)]
     engine, _ = on_gpu()
     gc.collect()
-    before = cudart.allocated
-    cudart.limit = before + (1 << 18)
+    cudart.limit = cudart.allocated + (1 << 18)
+    with pytest.raises(GenerationError):
+        alone(engine)
+    before = cudart.allocated  # of the engine: the embedding
     for generate in (alone, together):
         for _ in range(2):
             with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
