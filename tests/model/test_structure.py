@@ -20,6 +20,15 @@ from tide_export.routers.random_routers import random_routers
 from tide_export.verify.parity import check_exit, check_full
 
 NAME = "LoudForCausalLM"
+MLLAMA = tf.MllamaConfig(
+    text_config={**SIZES, "num_key_value_heads": 2, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+    vision_config={
+        **{"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2},
+        **{"intermediate_size": 32, "vision_output_dim": 64, "image_size": 28, "patch_size": 14},
+        "intermediate_layers_indices": [0],
+    },
+    image_token_index=3,
+)
 PROMPT = [(i * 37) % 500 + 3 for i in range(12)]
 
 
@@ -136,6 +145,7 @@ def test_several_hidden_states_of_a_token_are_one_row(family: str, axis: int) ->
 
 
 def test_layers_that_do_not_run_on_text_are_left_out() -> None:
-    source = build("mllama")
+    model = tf.MllamaForConditionalGeneration(MLLAMA)
+    source = wrap_model(model.eval(), "mllama")
     assert source.num_layers == source.text_config.num_hidden_layers - 1
     assert [layer.layer_idx for layer in source.structure.layers] == [0, 2]
