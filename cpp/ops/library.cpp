@@ -9,6 +9,7 @@
 #include "logits.h"
 #include "norm.h"
 #include "operators.h"
+#include "recurrence.h"
 
 #define TIDE_EXPORTED extern "C" __attribute__((visibility("default")))
 
@@ -75,4 +76,9 @@ TIDE_EXPORTED int tide_ops_logits(char const* instruction_set, float const* logi
 // has no such instructions.
 TIDE_EXPORTED int tide_ops_use_attention(char const* instruction_set) {
   return tide_ops::use_attention_kernel(instruction_set) ? 0 : 1;
+}
+
+// The same for layers with a recurrent state.
+TIDE_EXPORTED int tide_ops_use_recurrence(char const* instruction_set) {
+  return tide_ops::use_recurrence_kernel(instruction_set) ? 0 : 1;
 }

@@ -51,4 +51,7 @@ struct RecurrenceKernel {
 // The kernel of an instruction set; without a name, the best for this CPU. Null if there is none, or not for this CPU.
 RecurrenceKernel const* recurrence_kernel(char const* name = nullptr);
 
+// Makes the operators use the kernel of an instruction set, in tests. False if there is none, or not for this CPU.
+bool use_recurrence_kernel(char const* name);
+
 }  // namespace tide_ops

@@ -1,6 +1,8 @@
 """The operators of recurrent states, and the functions that define them, against NumPy: runs of any length, of several
 sequences, with tokens that are taken back, and runs that are run again."""
 
+import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -13,6 +15,7 @@ from ort_sessions import register_operators
 from tide_export.compose.states import StateShape, advance_states, shapes_of, state_inputs, state_outputs
 from tide_export.lower.onnxruntime.state_functions import StateFunctionsPass
 from tide_export.names import DOMAIN, OP_CAUSAL_CONV, OP_RECURRENCE
+from tide_export.runtime.native import LIBRARY
 from tide_export.trace.rewriting import FLOAT, INT64, new_node, typed_value
 
 PLACES, TOKENS = 5, 150  # of all sequences; of the longest
@@ -195,6 +198,32 @@ def _equal(found: np.ndarray, expected: np.ndarray) -> None:
 
 def _close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.fixture(params=["avx512", "avx2", "baseline"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    use = ctypes.CDLL(str(LIBRARY)).tide_ops_use_recurrence
+    if use(request.param.encode()) != 0:
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    use(None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_instruction_set(name: str, instruction_set: str) -> None:
+    """A text in two runs: the outputs are NumPy's, and those of one run, bit for bit."""
+    case, rng = CASES[name], np.random.default_rng(5)
+    text = case.text(rng)
+    weights = {"weights": rng.standard_normal((TAPS, CHANNELS)).astype(np.float32)}
+    weights |= {"bias": rng.standard_normal(CHANNELS).astype(np.float32)} if case.bias else {}
+    weights = weights if case.op_type == OP_CAUSAL_CONV else {}
+    network, whole = Network(case, library=True), Network(case, library=True)
+    found = [
+        network.run(weights | run_of(case, [(text, 2, before, count, before)]))[0]
+        for before, count in ((0, 70), (70, 1), (71, TOKENS - 71))
+    ]
+    _close(np.concatenate(found), case.outputs(text, weights))
+    _equal(np.concatenate(found), whole.run(weights | run_of(case, [(text, 1, 0, TOKENS, 0)]))[0])
 
 
 def test_a_sequence_that_was_taken_back_too_far_is_refused() -> None:

@@ -14,7 +14,7 @@ from tide_export.config import TideConfig
 from tide_export.errors import ConfigError, GenerationError, UnsupportedModelError
 from tide_export.pipeline.flow import export
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.engine import Engine
+from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.serving.service import default_prefix_cache_bytes
 
@@ -86,6 +86,28 @@ def test_there_is_no_prefix_cache(engine: Engine) -> None:
     assert default_prefix_cache_bytes(engine) == 0
     with pytest.raises(GenerationError, match="prefix_cache_bytes is for models whose state is keys and values alone"):
         engine.scheduler(SchedulerLimits(prefix_cache_bytes=2**24))
+
+
+def test_layers_in_four_bits(tmp_path: Path) -> None:
+    """The export compares the graph with the model of those weights; lossless is full depth, alone and in lists.
+
+    Activations are floats: where they have 8 bits too, this random model makes each rounding many times larger.
+    """
+    source = build(FAMILY)
+    source.model.save_pretrained(tmp_path / "model")
+    routers = random_routers(source, CHECKPOINTS, TEXT[:40], bottleneck=16)
+    routers.save(tmp_path / "routers.safetensors")
+    files = {"routers": tmp_path / "routers.safetensors", "config": TideConfig(min_layers=1)}
+    export(str(tmp_path / "model"), tmp_path / "int4", weights="int4", accuracy_level=1, max_length=256, **files)
+    engine = load(tmp_path / "int4", threads=1)
+    prompts, options = [TEXT[:50], TEXT[7:10]], OPTIONS | {"temperature": 0.7, "seed": [3, 4]}
+    full = engine.generate(prompts, mode="full", **options)
+    drafting = {"prompt_lookup": 4, "max_pending": 4, "threshold": 0.0}
+    found = engine.generate(prompts, mode="lossless", **drafting, **options)
+    assert [one.tokens for one in found] == [one.tokens for one in full]
+    alone = engine.generate(prompts[0], mode="lossless", **drafting, **OPTIONS, temperature=0.7, seed=3)
+    assert alone.tokens == full[0].tokens
+    assert alone.stats.drafted > alone.stats.accepted
 
 
 def test_what_such_a_model_cannot_be_exported_for(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-// One sequence: its page table, place for recurrent states, pending states before each segment, and lengths. It has no bindings: the step graph and
-// the segment networks run it alike.
+// One sequence: its page table, place for recurrent states, pending states before each segment, and lengths. It has no
+// bindings: the step graph and the segment networks run it alike.
 #pragma once
 
 #include <cstdint>
