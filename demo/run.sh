@@ -26,5 +26,10 @@ say "generate: the text, then where each token left and how many layers were ski
 tide-export generate "$out" --echo --prompt "$prompt" --max-new-tokens 96 --temperature 0.6 --top-p 0.9 --seed 1 \
     --mode exit
 
-say "bench: exit against full depth, in one run"
-tide-export bench "$out" --prompt "$prompt"
+say "measure: speed against agreement on that text, in each mode and at several thresholds, interleaved"
+mkdir -p "$out-gained"
+python tools/benchmarks/modes.py "$out" --dataset calibration/text/python-stdlib-validation.jsonl --prompts 40 \
+    --thresholds 0.3,0.5,0.7,0.95 --out "$out-gained"
+
+say "gained"
+python demo/gained.py "$out" "$out-gained"

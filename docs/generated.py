@@ -36,13 +36,12 @@ def commands(parser: argparse.ArgumentParser) -> str:
 
 
 def floors() -> str:
-    """The table of floors, top to bottom, with the first sentence of each folder's or module's docstring."""
-    rows = [
-        f"| {number} | `{unit}` | {_sentence(ROOT / structure.PACKAGE / unit)} |"
-        for number, units in reversed(list(enumerate(structure.FLOORS, 1)))
-        for unit in units
-        if unit != structure.PACKAGE
-    ]
+    """The table of floors, top to bottom: why each is there, and the first sentence of each folder's docstring."""
+    rows = []
+    for number, (why, units) in reversed(list(enumerate(structure.FLOORS.items(), 1))):
+        rows.append(f"| {number} | | {why} |")
+        folders = [unit for unit in units if unit != structure.PACKAGE]
+        rows += [f"| | `{unit}` | {_sentence(ROOT / structure.PACKAGE / unit)} |" for unit in folders]
     return "\n".join(["| floor | folder or module | what it does |", "| --- | --- | --- |", *rows])
 
 

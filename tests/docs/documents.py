@@ -11,7 +11,6 @@ README = ROOT / "README.md"
 GUIDE = sorted(ROOT.glob("docs/guide/*.md"))
 DOCUMENTS = sorted(
     {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob(".github/**/*.md")}
-    - {ROOT / "CHANGELOG.md"}  # a history: its links and options are those of their day
 )
 
 
@@ -32,11 +31,14 @@ def commands(document: Path) -> list[list[str]]:
 
 
 def script_folder(folder: Path, export_options: str = "") -> dict[str, str]:
-    """An environment in which `tide-export` is this checkout's, run by this interpreter; `export` with more options."""
+    """An environment in which `python` is this interpreter and `tide-export` this checkout's, `export` with options."""
     script = folder / "bin" / "tide-export"
     script.parent.mkdir()
     more = f'test "$1" = export && set -- "$@" {export_options}'
     script.write_text(f'#!/bin/sh\n{more}\nexec "{sys.executable}" -m tide_export.cli.main "$@"\n')
     script.chmod(0o755)
+    python = script.with_name("python")
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
     path = f"{script.parent}:{os.environ['PATH']}"
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

@@ -31,7 +31,7 @@ ELSEWHERE = {
     "tide-export push": "tests/hub, with a stand-in for the hub",
     "tide-export pull": "as push",
 }
-PYTHON_ELSEWHERE = {"adapters.md": "tests/model/test_structure.py", "c.md": "tests/embedding/test_c.py"}
+PYTHON_ELSEWHERE = {"your-own-model.md": "tests/model/test_structure.py", "c.md": "tests/embedding/test_c.py"}
 # The same commands with less to do: of an option that is given twice the last one counts.
 LESS_TEXT = [
     "--calibration-samples",
@@ -227,14 +227,24 @@ def test_every_setting_is_in_the_reference_with_its_default(page: str, settings:
 
 
 def test_the_contracts_name_every_tensor_and_field() -> None:
-    from tide_export import names
+    from tide_export.bundle import file_names
     from tide_export.bundle.manifest import SCHEMA, Manifest
+    from tide_export.names import (
+        batch_networks,
+        networks,
+        paged_drafter,
+        segment_drafter,
+        segment_networks,
+        step_graph,
+    )
 
     graph, bundle = ((ROOT / "docs" / "reference" / page).read_text() for page in ("graph.md", "bundle.md"))
-    internal = ("OP_", "PLUGIN_", "WEIGHTS_METADATA", "DOMAIN")
-    for constant, value in vars(names).items():
-        if isinstance(value, str) and constant.isupper() and not constant.startswith(internal):
-            assert value in graph + bundle, constant
+    internal = ("DRAFT_HEAD_FUSION",)
+    drafters = (paged_drafter, segment_drafter)
+    for contract in (batch_networks, file_names, networks, segment_networks, step_graph, *drafters):
+        for constant, value in vars(contract).items():
+            if isinstance(value, str) and constant.isupper() and not constant.startswith(internal):
+                assert value in graph + bundle, constant
     for field in Manifest.__dataclass_fields__:
         assert f"`{field}`" in bundle, field
     assert f"`{SCHEMA}`" in bundle
