@@ -3,9 +3,9 @@
     python tools/random_llama.py OUT [--hidden 2048 --intermediate 5632 --layers 22 --heads 32 --kv-heads 4]
     python tools/random_llama.py OUT --hidden 3072 --intermediate 8192 --layers 28 --heads 24 --kv-heads 8
 
-The first is the shape of a 1.1-billion-parameter Llama, the second has 3.0 billion. Weights are bfloat16 on disk unless
-`--dtype` says otherwise, in shards of `--shard` GB, made one shard at a time: no more than one is ever in memory. The
-tokenizer is the demo model's. What it says means nothing.
+The first is the shape of a 1.1-billion-parameter Llama, the second has 3.0 billion. Weights are bfloat16, in shards of
+a gigabyte, made one at a time: no more than one is ever in memory. The tokenizer is the demo model's. What it says
+means nothing.
 """
 
 import argparse
@@ -19,15 +19,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 DEMO = Path(__file__).parents[1] / "demo" / "demo-llama"
-SIZES = {
-    "hidden": 2048,
-    "intermediate": 5632,
-    "layers": 22,
-    "heads": 32,
-    "kv_heads": 4,
-    "vocab": 32000,
-    "context": 2048,
-}
+SIZES = {"hidden": 2048, "intermediate": 5632, "layers": 22, "heads": 32, "kv-heads": 4, "vocab": 32000}
+SIZES |= {"context": 2048}
+SHARD = 10**9  # bytes of a file
 DEVIATION = 0.02  # transformers' initializer_range
 
 
@@ -35,9 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     for name, default in SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--shard", type=float, default=1.0, metavar="GB")
+        parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     config = LlamaConfig(
         hidden_size=arguments.hidden,
@@ -50,23 +42,20 @@ def main() -> None:
         bos_token_id=0,
         eos_token_id=0,
         architectures=["LlamaForCausalLM"],
-        dtype=arguments.dtype,
+        dtype="bfloat16",
     )
     arguments.out.mkdir(parents=True)
     config.save_pretrained(arguments.out)
-    dtype = getattr(torch, arguments.dtype)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=dtype).state_dict()
-    plan = split_torch_state_dict_into_shards(
-        empty, filename_pattern="model{suffix}.safetensors", max_shard_size=int(arguments.shard * 1e9)
-    )
+        empty = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
+    plan = split_torch_state_dict_into_shards(empty, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD)
     generator = torch.Generator().manual_seed(0)
     for file, keys in plan.filename_to_tensors.items():
         tensors = {}
         for key in keys:
             shape = empty[key].shape
             one = torch.ones(shape) if "norm" in key else torch.randn(shape, generator=generator) * DEVIATION
-            tensors[key] = one.to(dtype)
+            tensors[key] = one.to(torch.bfloat16)
         save_file(tensors, arguments.out / file, {"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

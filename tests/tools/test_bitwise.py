@@ -1,23 +1,19 @@
 """`tools/checks/bitwise.py` on tiny bundles: equal logits pass, those of another prompt do not."""
 
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 from tiny_engines import TinyLlama
+
+from tide_export.runtime.scheduler import Scheduler
 
 FEW = ["--tokens", "1", "--slots", "1,3", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    folder = str(Path(__file__).parents[2] / "tools" / "checks")
-    sys.path.insert(0, folder)
-    try:
-        import bitwise
-    finally:
-        sys.path.remove(folder)
+    import bitwise
+
     return bitwise
 
 
@@ -34,11 +30,11 @@ def test_logits_do_not_depend_on_what_shares_a_batch(
 def test_other_logits_are_found(
     check: ModuleType, tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submitted = check.submitted
+    submit = Scheduler.submit
 
-    def other(scheduler, prompts, number, given):
-        return submitted(scheduler, [[(ids[0] + 1) % 97, *ids[1:]] for ids in prompts], number, given)
+    def other(scheduler, prompt, **given):
+        return submit(scheduler, [(prompt[0] + 1) % 97, *prompt[1:]], **given)
 
-    monkeypatch.setattr(check, "submitted", other)
+    monkeypatch.setattr(Scheduler, "submit", other)
     assert check.main([str(tiny_llama.exact), *FEW]) == 1
     assert " 0 with other logits" not in capsys.readouterr().out.splitlines()[-1]

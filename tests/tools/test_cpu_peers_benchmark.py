@@ -91,7 +91,7 @@ def test_cases_are_compared_or_omitted_with_the_reason(
     script.write_text(STAND_IN.format(folder=str(cpu_peers.CHILD.parent)))
     monkeypatch.setattr(cpu_peers, "CHILD", script)
     cases = ["--case", "good=genai:g", "--case", "small=llama.cpp:small", "--case", "none=openvino:missing"]
-    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    files = ["--json", str(tmp_path / "r.json")]
     sizes = ["--contexts", "8,20", "--batches", "1,2", "--tokens", "5", "--perplexity", "16", "--rounds", "2"]
     assert run(monkeypatch, demo_model, *text, *cases, *files, *sizes) == 0
     result = json.loads((tmp_path / "r.json").read_text())
@@ -105,7 +105,6 @@ def test_cases_are_compared_or_omitted_with_the_reason(
     said, loud = capsys.readouterr()
     for out in (said, loud):
         assert "OMITTED small, 8x2: ValueError: no room for two" in out
-    assert (tmp_path / "r.png").stat().st_size > 5_000
 
 
 def test_our_own_case_generates_and_reads_text(demo_bundle: Path, demo_model: Path) -> None:
@@ -122,6 +121,35 @@ def test_our_own_case_generates_and_reads_text(demo_bundle: Path, demo_model: Pa
     sequence = load(demo_bundle, "cpu", 1).start([2.0, 2.0, 2.0])
     assert runtime.nll(ids) == [nats(sequence.step([a]).logits, b) for a, b in pairwise(ids)]
     assert nats(np.log(np.array([0.25, 0.75], np.float32)), 0) == pytest.approx(np.log(4))
+
+
+def test_the_hugging_face_case_says_what_we_say(demo_model: Path, demo_bundle: Path) -> None:
+    import torch
+    from harness.runtime_process import Job, Tide, Transformers
+
+    with torch.no_grad():
+        theirs = Transformers(Job("eager", str(demo_model), 1, 64, 2))
+        assert min(theirs.generate([[5, 6, 7], [8, 9, 10]], 3)) > 0
+        ids = [5, 6, 7, 8, 8]
+        assert theirs.nll(ids) == pytest.approx(Tide(Job("tide", str(demo_bundle), 1, 64, 1)).nll(ids), abs=1e-4)
+
+
+def test_a_program_that_cannot_start_dies_or_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness import child_process as children
+
+    with pytest.raises(children.PeerError, match="/nowhere/python cannot be run"):
+        children.ChildProcess(["/nowhere/python"], 1)
+    dies = "import sys; print('last words', file=sys.stderr); sys.exit(3)"
+    with pytest.raises(children.PeerError, match="it has ended: last words"):
+        children.ChildProcess([sys.executable, "-c", dies], 1)
+    hangs = "print('{}', flush=True); input(); import time; time.sleep(60)"
+    child = children.ChildProcess([sys.executable, "-c", hangs], 1)
+    monkeypatch.setattr(children, "ANSWER_LIMIT", 0.2)
+    with pytest.raises(children.PeerError, match=r"no answer within 0\.2 s"):
+        child.ask({})
+    with pytest.raises(children.PeerError, match="it has ended"):
+        child.ask({})
+    child.close()
 
 
 def test_a_server_times_itself(tmp_path: Path) -> None:
@@ -142,7 +170,7 @@ def test_a_server_times_itself(tmp_path: Path) -> None:
 
 
 def test_a_server_ends_with_its_runtime(tmp_path: Path) -> None:
-    from harness.peer_case import ChildProcess
+    from harness.child_process import ChildProcess
     from harness.runtime_process import __file__ as script
 
     program = tmp_path / "llama-server"
@@ -172,7 +200,7 @@ def runs(process: Path, program: str) -> bool:
     ("options", "says"),
     [
         (["--case", "a=tide"], "--case a=tide: TITLE=RUNTIME:FILE"),
-        (["--case", "a=vllm:b"], "RUNTIME one of tide, llama.cpp, server, genai, openvino"),
+        (["--case", "a=vllm:b"], "RUNTIME one of tide, llama.cpp, server, genai, openvino, eager"),
         (["--case", "a=tide:b", "--contexts", "4096"], "fewer than a context of 4096"),
         (["--case", "a=tide:/nowhere", "--contexts", "4", "--batches", "1"], "no case could be measured"),
     ],

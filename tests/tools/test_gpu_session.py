@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from drafters import drafting_copy, random_drafter
 
-from tide_export import names
+from tide_export.bundle.file_names import WEIGHTS_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.options import build_parser
 from tide_export.drafting.bundle import write_drafter
@@ -26,11 +26,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def session() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools" / "checks"))
-    try:
-        import gpu_session
-    finally:
-        sys.path.remove(str(ROOT / "tools" / "checks"))
+    import gpu_session
+
     return gpu_session
 
 
@@ -171,7 +168,7 @@ def test_what_was_brought_along_is_found_and_kept(
     (carried / "libtide_kernels.so").touch()
     given = session.brought(session.parsed(["-o", "x", "--carried", str(carried)]))
     assert list(given.bundles) == ["fp32", "bf16"]
-    assert (given.kernels, given.plugins, given.tide) == (carried / "libtide_kernels.so", None, None)
+    assert (given.kernels, given.plugins) == (carried / "libtide_kernels.so", None)
     (carried / "libtide_plugins.so").touch()
     given = session.brought(session.parsed(["-o", "x", "--carried", str(carried), "--kernels", "mine.so"]))
     assert (given.kernels, given.plugins) == (Path("mine.so").resolve(), carried / "libtide_plugins.so")
@@ -224,7 +221,7 @@ def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, brou
     step takes longer than a machine may be lent for."""
     bundles = {name: tmp_path / name for name in ("fp32", "bf16")} if brought else {}
     libraries = (tmp_path / "kernels.so", tmp_path / "plugins.so") if brought else (None, None)
-    todo = plan.steps(tmp_path, plan.Given(bundles, *libraries, tmp_path / "tide"))
+    todo = plan.steps(tmp_path, plan.Given(bundles, *libraries))
     names = [step.name for step in todo]
     assert len(names) == len(set(names))
     for number, step in enumerate(todo):
@@ -243,15 +240,8 @@ def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, brou
     assert {name for name in flavours if any(step.startswith(f"build-{name}-") for step in names)} == flavours
     assert any(step.endswith("-plugins") for step in names)
     assert ("export-fp32" in names) == ("configure" in names) == (not brought)
-    by_value = [
-        "kernel-tests",
-        "sanitizer-",
-        "networks-torch-",
-        "build-tensorrt-fp32",
-        "drafter-",
-        "build-tensorrt-fp32-pl",
-    ]
-    by_value += ["engine-tests-", "cpp-tensorrt", "kernel-times", "host-loop", "bench-"]
+    by_value = ["kernel-tests", "sanitizer-", "networks-torch-", "build-tensorrt-fp32", "drafter-"]
+    by_value += ["build-tensorrt-fp32-pl", "engine-tests-", "cpp-tensorrt", "kernel-times", "bench-"]
     first = [next(i for i, name in enumerate(names) if name.startswith(start)) for start in by_value]
     assert first == sorted(first)
     for flavour in flavours:  # what one step builds another runs, on engines that a third has built
@@ -266,7 +256,7 @@ def test_a_step_is_skipped_for_what_the_machine_really_lacks(plan: ModuleType, m
     machine = sys.modules["gpu_machine"]
     monkeypatch.setattr(machine, "package", lambda name: lambda: None)  # all is installed
     monkeypatch.setattr(machine, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(machine, "_asked", lambda *lines: None)
+    monkeypatch.setattr(machine, "asked", lambda *lines: None)
     assert machine.flavour("tensorrt-rtx")() == "TensorRT for RTX runs on no GPU of compute capability 9.0"
     assert machine.flavour("tensorrt")() is machine.torch_on_gpu() is machine.onnxruntime_on_gpu() is None
     monkeypatch.setattr(machine, "compute_capability", lambda: (8, 9))
@@ -277,7 +267,7 @@ def test_a_step_is_skipped_for_what_the_machine_really_lacks(plan: ModuleType, m
     monkeypatch.undo()
     assert machine.package("no_such_package")() == "the package no_such_package is not installed"
     assert (
-        machine._asked("import sys; sys.exit('onnxruntime is the build for the CPU')")
+        machine.asked("import sys; sys.exit('onnxruntime is the build for the CPU')")
         == "onnxruntime is the build for the CPU"
     )
 
@@ -287,17 +277,8 @@ def test_without_a_gpu_every_step_on_one_is_skipped(
 ) -> None:
     monkeypatch.setattr(sys.modules["gpu_machine"], "compute_capability", lambda: None)
     given = plan.Given({"fp32": tmp_path / "b"}, tmp_path / "kernels.so", tmp_path / "plugins.so")
-    words = (
-        "kernel-t",
-        "networks-",
-        "drafter-",
-        "engine-tests",
-        "sanitizer",
-        "build-tensorrt",
-        "load-",
-        "bench-",
-        "compare-",
-    )
+    words = ("kernel-t", "networks-", "drafter-", "engine-tests", "sanitizer")
+    words += ("build-tensorrt", "load-", "bench-", "compare-")
     results = {}
     for step in plan.steps(tmp_path, given):
         reason = session.why_not(step, results, 100)
@@ -317,11 +298,8 @@ def test_without_a_gpu_every_step_on_one_is_skipped(
 
 @pytest.fixture(scope="module")
 def carry(session: ModuleType) -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools" / "checks"))
-    try:
-        import gpu_carry
-    finally:
-        sys.path.remove(str(ROOT / "tools" / "checks"))
+    import gpu_carry
+
     return gpu_carry
 
 
@@ -412,7 +390,7 @@ def test_a_bundle_is_packed_without_what_a_session_does_not_read(carry: ModuleTy
         files = set(open_bundle(tmp_path / name).manifest.files)
         assert "segments/head.onnx" in files
         assert not any(file.startswith("batch/") for file in files)
-        assert (names.WEIGHTS_FILE in files) == (name == "fp32")
+        assert (WEIGHTS_FILE in files) == (name == "fp32")
     prompt = [3, 5, 7]
     expected = load(tiny_llama.exact, provider="cpu").generate(prompt, max_new_tokens=4).tokens
     networks = open_engine(open_bundle(tmp_path / "bf16"), "cpu-networks")

@@ -1,16 +1,14 @@
 """`tools/checks/gpu_torch.py`: the segment networks in PyTorch, called for by the runtime. A GPU is not needed for what
 tensors are views of; streams, pools and recording are tried on one alone."""
 
-import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from tiny_engines import TinyLlama
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
+from tide_export.names.networks import segment_name
 from tide_export.runtime.callers_networks import load_networks
 from tide_export.runtime.engine import Engine, load
 from tide_export.verify.pytorch.networks import _on_host
@@ -18,12 +16,8 @@ from tide_export.verify.pytorch.networks import _on_host
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    folder = str(Path(__file__).parents[2] / "tools" / "checks")
-    sys.path.insert(0, folder)
-    try:
-        import gpu_torch
-    finally:
-        sys.path.remove(folder)
+    import gpu_torch
+
     return gpu_torch
 
 
@@ -41,7 +35,7 @@ def test_the_runtime_s_memory_is_what_the_networks_compute_on(check: ModuleType,
         expected = load(tiny_llama.exact, provider="cpu").generate([3, 5, 7], **options)
         found = engine.generate([3, 5, 7], **options)
         assert (found.tokens, found.stats.exit_layer) == (expected.tokens, expected.stats.exit_layer)
-    assert networks.runs[names.segment(0)] > 12
+    assert networks.runs[segment_name(0)] > 12
     assert networks.recorded.total() == 0, "the host records nothing"
     assert {dtype for dtype, _ in viewed} >= {"float32", "int64", "int32"}
 

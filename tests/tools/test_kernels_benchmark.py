@@ -1,6 +1,5 @@
 """`tools/benchmarks/kernels.py` as far as it goes without a GPU: it refuses, and its table and goals are right."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def benchmark_kernels():
-    sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
-    try:
-        import kernels as benchmark_kernels
-    finally:
-        sys.path.pop(0)
+    import kernels as benchmark_kernels
+
     return benchmark_kernels
 
 
@@ -26,18 +22,18 @@ def test_it_refuses_without_a_gpu(benchmark_kernels, capsys, tmp_path):
 
 
 def test_the_goal_is_about_up_to_8_slots(benchmark_kernels):
-    row, nan = benchmark_kernels.Row, float("nan")
+    row = benchmark_kernels.Row
     table = [
-        row("bf16 states", 64, 2.0, 5.0, 9.0, 9.0),
-        row("bf16 states", 8, 2.0, 2.9, 9.0, 30.0),
-        row("fp32 states", 8, 2.0, 4.0, 9.0, nan),
-        row("bf16 states, shortlist 256", 1, 2.0, 3.0, 9.0, nan),
+        row("bf16 states", 64, 2.0, 5.0, 9.0),
+        row("bf16 states", 8, 2.0, 2.9, 9.0),
+        row("fp32 states", 8, 2.0, 4.0, 9.0),
+        row("bf16 states, shortlist 256", 1, 2.0, 3.0, 9.0),
     ]
     assert benchmark_kernels.goals_missed(table) == [
-        "fp32 states, 8 slots: 2.00x (memory floor + empty kernel), not 1.5x",
+        "fp32 states, 8 slots: 2.00x (memory floor + empty kernel), not 1.5x"
     ]
 
 
-def test_the_table_leaves_out_what_was_not_measured(benchmark_kernels):
-    table = benchmark_kernels.markdown([benchmark_kernels.Row("exit", 8, 2.0, 3.0, 9.0, float("nan"))])
-    assert table.splitlines()[-1] == "| exit | 8 | 2.0 | 3.0 | 9.0 |  | 1.50x |  |"
+def test_the_table_has_the_ratio_to_the_floor(benchmark_kernels):
+    table = benchmark_kernels.markdown([benchmark_kernels.Row("exit", 8, 2.0, 3.0, 9.0)])
+    assert table.splitlines()[-1] == "| exit | 8 | 2.0 | 3.0 | 9.0 | 1.50x |"

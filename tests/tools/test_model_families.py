@@ -2,7 +2,6 @@
 every family."""
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,20 +11,18 @@ import families
 import pytest
 import transformers as tf
 
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.errors import CalibrationError, GraphError, UnsupportedModelError
 from tide_export.routers.router_set import RouterSet
+from tide_export.verify.parity import Check
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def models() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools" / "checks"))
-    try:
-        import model_families as models
-    finally:
-        sys.path.pop(0)
+    import model_families as models
+
     return models
 
 
@@ -41,11 +38,16 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_is_calibrated_exported_and_compared(models: ModuleType, tiny: None, tmp_path: Path) -> None:
     row = models.make_row(families, "tiny", tmp_path)
     assert row.note == ""
-    assert (row.expected, row.onnxruntime, row.layers, row.tensorrt_rtx) == (True, "yes", "2 of 2", "yes")
-    assert re.match(r"equal \(\de-0[5-9]\)$", row.full)
-    assert row.exit.startswith("equal (")
-    assert int(row.seconds) >= 1
-    assert "| a\\|b |" in row.markdown()
+    assert (row.expected, row.tensorrt_rtx) == (True, "yes")
+    assert re.match(r"\de-0[5-9]$", row.result)
+    assert row.cells() == ("tiny", row.result, "a|b", "")
+    assert replace(row, note="slow", tensorrt_rtx="no").cells()[3] == "slow; TensorRT-RTX: no"
+
+
+def test_what_differs_in_any_check_is_said_in_place_of_a_number(models: ModuleType) -> None:
+    equal = Check("full", "full", [], tokens=4, max_error=2e-6, largest_logit=4.0)
+    assert models.verdict([equal, replace(equal, max_error=4e-6, within_tolerance=1)]) == "1e-06, 1 undecided"
+    assert models.verdict([equal, replace(equal, wrong=1, differences=["token 3"])]) == "differs: token 3"
 
 
 def test_where_calibration_has_nothing_to_learn_routers_are_random(
@@ -74,11 +76,11 @@ def test_where_calibration_has_nothing_to_learn_routers_are_random(
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "expected"),
+    ("error", "line", "expected"),
     [
-        (UnsupportedModelError("LlamaForCausalLM is odd"), "refused", True),
-        (GraphError("the graph differs"), "refused", False),
-        (RuntimeError("a bug\nwith details"), "fails", False),
+        (UnsupportedModelError("LlamaForCausalLM is odd"), "- tiny: LlamaForCausalLM is odd", True),
+        (GraphError("the graph differs"), "- tiny: the graph differs", False),
+        (RuntimeError("a bug\nwith details"), "tiny fails - RuntimeError: a bug", False),
     ],
 )
 def test_a_row_that_fails_stays_and_says_why(
@@ -87,7 +89,7 @@ def test_a_row_that_fails_stays_and_says_why(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
-    status: str,
+    line: str,
     expected: bool,
 ) -> None:
     def fail(*args, **kwargs):
@@ -98,10 +100,13 @@ def test_a_row_that_fails_stays_and_says_why(
     monkeypatch.setitem(families.FAMILIES, "tiny", families.Family(config, refused="is odd"))
     output = tmp_path / "models.md"
     assert models.main(["-o", str(output)]) == (0 if expected else 1)
-    (line,) = [line for line in output.read_text().splitlines() if line.startswith("| tiny |")]
-    assert f"| {status} |" in line
-    assert str(error).splitlines()[0] in line
-    assert "\n" not in line
+    assert [" ".join(found.split()) for found in output.read_text().splitlines() if re.match("(- )?tiny", found)] == [
+        line
+    ]
+    other = families.Family(config, refused="is odd")
+    monkeypatch.setitem(families.FAMILIES, "other", other)
+    assert models.main(["-o", str(output), "--only", "other", "--update"]) == (0 if expected else 1)
+    assert models.read_rows(output).keys() == {"tiny", "other"}, "what was there is kept"
 
 
 def test_rows_that_are_run_anew_replace_those_of_the_page(
@@ -110,11 +115,11 @@ def test_rows_that_are_run_anew_replace_those_of_the_page(
     output = tmp_path / "models.md"
     monkeypatch.setitem(families.FAMILIES, "other", families.FAMILIES["tiny"])
     for note, only in (("old", []), ("new", ["--only", "tiny", "--update"])):
-        row = models.Row("tiny", "a", full="equal", exit="equal", onnxruntime="yes", note=note)
+        row = models.Row("tiny", "a", result="1e-07", note=note)
         monkeypatch.setattr(models, "make_row", lambda *args, row=row: replace(row, family=args[1]))
         assert models.main(["-o", str(output), *only]) == 0
-    lines = [line for line in output.read_text().splitlines() if line.startswith(("| tiny |", "| other |"))]
-    assert [line.split(" | ")[-1] for line in lines] == ["new |", "old |"]
+    rows = [("tiny", "1e-07", "a", "new"), ("other", "1e-07", "a", "old")]
+    assert list(models.read_rows(output).values()) == rows
     assert "2 of 2 rows are exported and equal" in output.read_text()
 
 
@@ -138,14 +143,11 @@ def test_every_class_of_transformers_has_a_row_or_a_reason(
     assert "\nMistralForCausalLM: no row yet\n" in capsys.readouterr().out
 
 
-def test_the_committed_page_has_a_row_for_every_family_as_expected() -> None:
-    page = (ROOT / "docs" / "reference" / "models.md").read_text()
-    rows = [line.split(" | ") for line in page.splitlines() if line[:2] == "| "]
-    found = {row[0].removeprefix("| "): row for row in rows[2:]}
-    assert list(found) == list(families.FAMILIES), "run tools/checks/model_families.py"
-    for name, family in families.FAMILIES.items():
-        assert found[name][5] == ("refused" if family.refused else "yes"), name
-        assert found[name][1] == ", ".join(family.features), name
-        if not family.refused:
-            assert found[name][3].startswith("equal"), name
-            assert found[name][4].startswith("equal"), name
+def test_the_committed_page_has_a_row_for_every_family_as_expected(models: ModuleType) -> None:
+    found = models.read_rows(ROOT / "docs" / "reference" / "models.md")
+    assert found.keys() == families.FAMILIES.keys(), "run tools/checks/model_families.py"
+    exported = [name for name, family in families.FAMILIES.items() if not family.refused]
+    assert [name for name, row in found.items() if row[1] != "refused"] == exported
+    for name in exported:
+        assert found[name][2] == (", ".join(families.FAMILIES[name].features) or "-"), name
+        assert re.match(r"\de-\d\d", found[name][1]), name

@@ -1,7 +1,6 @@
 """`tools/checks/networks.py` on tiny networks: an engine that gives what the graph gives passes, another does not."""
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -11,20 +10,17 @@ import pytest
 from caller_networks import Run, callers_engine
 from tiny_engines import TinyLlama
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import HEAD
 
 FEW = ["--sequences", "1,2", "--new-tokens", "6", "--rounds", "1", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    folder = str(Path(__file__).parents[2] / "tools" / "checks")
-    sys.path.insert(0, folder)
-    try:
-        import networks
-    finally:
-        sys.path.remove(folder)
+    import networks
+
     return networks
 
 
@@ -47,7 +43,7 @@ def test_an_engine_that_is_wrong_fails(
     engine, networks = callers_engine(open_bundle(tiny_llama.exact))
 
     def change(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
-        if run[0] == names.HEAD:
+        if run[0] == HEAD:
             tensors[names.LOGITS][...] *= -1
 
     networks.after = change

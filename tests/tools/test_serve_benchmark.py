@@ -42,7 +42,7 @@ def test_real_servers_are_loaded(
     line = ["serve.py", demo_bundle, "--dataset", TEXT, "--streams", "1,2", "--requests", 1, "--rounds", 1]
     line += ["--threads", 1, "--tokens", 12, "--mode", "full", "--peer", f"twin={shlex.join(peer)}"]
     line += ["--temperature", 0.8]
-    line += ["--peer", "missing=no-such-server", "--json", tmp_path / "r.json", "--plot", tmp_path / "p.png"]
+    line += ["--peer", "missing=no-such-server", "--json", tmp_path / "r.json"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in line])
     assert tool.main() == 0
     out = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_real_servers_are_loaded(
     cases = [(one["streams"], one["case"]) for one in measured["results"]]
     assert cases == [(streams, case) for streams in (1, 2) for case in ("tide-export, full", "twin")]
     for one in measured["results"]:
-        assert min(one["tokens_per_second"], *one["first_ms"], *one["token_ms"]) > 0
+        gaps = [value for value in one["token_ms"] if value is not None]  # none on a busy machine: text in one piece
+        assert min(one["tokens_per_second"], *one["first_ms"], *gaps) > 0
     assert measured["results"][1]["same_text"] > 0  # of sampled answers, which have the same seeds
     assert measured["temperature"] == 0.8
-    assert (tmp_path / "p.png").stat().st_size > 1000

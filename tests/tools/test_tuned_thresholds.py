@@ -3,16 +3,15 @@ tells."""
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tide_export
+from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.data.documents import document_hash
-from tide_export.names import MANIFEST_FILE
 from tide_export.tuning.report import ExitReport
 from tide_export.tuning.tune import tune
 
@@ -24,11 +23,8 @@ SHAPE = ["--prompts-per-document", "4", "--threads", "1"]
 
 @pytest.fixture(scope="module")
 def tune_check():
-    sys.path.insert(0, str(ROOT / "tools" / "checks"))
-    try:
-        import tuned_thresholds as tune_check
-    finally:
-        sys.path.pop(0)
+    import tuned_thresholds as tune_check
+
     return tune_check
 
 
@@ -78,10 +74,11 @@ def test_documents_tune_saw_are_left_out_and_the_rest_is_measured(bundle: Path, 
     text, found = capsys.readouterr().out, json.loads(out.read_text())
     assert (bundle / MANIFEST_FILE).read_bytes() == before
     assert found["left_out"] == 6
-    assert sorted(d["document_hash"] for d in found["documents"]) == sorted(map(document_hash, TEXTS[6:]))
-    assert (found["prompt_length"], found["positions"]) == (12, 8)
-    assert found["n"] == sum(d["prompts"] for d in found["documents"]) <= 16
-    assert sum(d["prompts"] * d["risk"] for d in found["documents"]) / found["n"] == pytest.approx(found["risk"])
+    assert sorted(name for name, *_ in found["documents"]) == sorted(map(document_hash, TEXTS[6:]))
+    assert (found["certified"]["prompt_length"], found["certified"]["positions"]) == (12, 8)
+    assert found["n"] == sum(prompts for _, prompts, *_ in found["documents"]) <= 16
+    risks = sum(prompts * risk for _, prompts, risk, _ in found["documents"])
+    assert risks / found["n"] == pytest.approx(found["risk"])
     assert sum(found["exits"].values()) == pytest.approx(1)
     assert sum(int(at) * share for at, share in found["exits"].items()) == pytest.approx(found["layers_per_token"])
     assert code == (0 if found["risk"] <= 0.4 else 1)
@@ -102,13 +99,13 @@ def test_the_risk_is_what_generate_does(bundle: Path, tune_check, monkeypatch):
     engine = tide_export.load(bundle, threads=1)
     differing, layers = [], []
     for ids in drawn[0].path + drawn[0].calibration:
-        for end in range(found.prompt_length, len(ids) + 1):
+        for end in range(found["certified"]["prompt_length"], len(ids) + 1):
             mine, full = (engine.generate(ids[:end], max_new_tokens=1, mode=mode) for mode in ("exit", "full"))
             differing.append(mine.tokens != full.tokens)
             layers += mine.stats.exit_layer
     assert len(differing) == 8 * 8
-    assert found.risk == pytest.approx(np.mean(differing), abs=1 / 64)
-    assert found.layers_per_token == pytest.approx(np.mean(layers), abs=9 / 64)
+    assert found["risk"] == pytest.approx(np.mean(differing), abs=1 / 64)
+    assert found["layers_per_token"] == pytest.approx(np.mean(layers), abs=9 / 64)
 
 
 def test_the_exit_code_says_when_the_promise_is_not_kept(bundle: Path, tune_check, capsys):
@@ -141,8 +138,8 @@ def test_what_cannot_be_checked_is_one_line(bundle: Path, demo_bundle: Path, tun
 
 def test_the_error_between_documents_counts_a_document_once(tune_check):
     losses = np.array([0.0, 0.0, 0.0, 0.5, 0.5, 0.5])
-    alone = tune_check._clustered_error(losses, np.arange(6))
+    alone = tune_check.clustered_error(losses, np.arange(6))
     assert alone == pytest.approx(losses.std(ddof=1) / np.sqrt(6))
-    together = tune_check._clustered_error(losses, np.array([0, 0, 0, 1, 1, 1]))
+    together = tune_check.clustered_error(losses, np.array([0, 0, 0, 1, 1, 1]))
     assert together == pytest.approx(np.array([0.0, 0.5]).std(ddof=1) / np.sqrt(2))
     assert together > alone

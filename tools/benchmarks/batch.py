@@ -1,6 +1,6 @@
 """Times batches: tokens a second over the batch size at full depth, with exits and lossless, in one interleaved run.
 
-    python tools/benchmarks/batch.py BUNDLE --dataset SPEC [--sizes 1,2,4,8,16,32] [--lossless 0,1] [--plot FILE.png]
+    python tools/benchmarks/batch.py BUNDLE --dataset SPEC [--sizes 1,2,4,8,16,32] [--lossless 0,1]
 
 Prompts are cut from documents of SPEC at lengths from half to one and a half times `--prompt-tokens`. A round gives
 every case once, in a new random order: B sequences, `--new-tokens` after their prompts, of which the first is not
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from tide_export.common.formatting import table
 from tide_export.data.documents import Documents
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
@@ -31,21 +32,18 @@ from tide_export.runtime.tokenizer import BundleTokenizer
 
 @dataclass(frozen=True)
 class Case:
-    """One way to generate: `compaction` is the compaction_threshold, None where there is nothing to choose; `lookup` is
-    prompt_lookup, None for the bundle's."""
+    """One way to generate; `compaction` is the compaction_threshold, None where there is nothing to choose."""
 
     mode: str
     threshold: float | None = None
     compaction: float | None = None
-    lookup: int | None = None
 
     @property
     def title(self) -> str:
         if self.mode == "full":
             return "full depth"
         if self.mode == "lossless":
-            drafts = "" if self.lookup is None else f", up to {self.lookup} by prompt lookup"
-            return f"lossless, compaction {self.compaction:g}{drafts}"
+            return f"lossless, compaction {self.compaction:g}"
         return f"exits at {self.threshold:g}, compaction {self.compaction:g}"
 
 
@@ -97,8 +95,6 @@ def main() -> None:
     print(_table(rows))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    if options.plot:
-        _plot(rows, options.plot)
 
 
 def _engines(options: argparse.Namespace, sizes: Sequence[int]) -> dict[int, Engine]:
@@ -114,9 +110,8 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     cases = [Case("full")]
     for threshold in (float(value) for value in options.thresholds.split(",") if value):
         cases += [Case("exit", threshold, float(share)) for share in options.compactions.split(",")]
-    lookups: list[int | None] = [int(most) for most in options.prompt_lookups.split(",") if most] or [None]
     for share in (float(value) for value in options.lossless.split(",") if value):
-        cases += [Case("lossless", None, share, lookup) for lookup in lookups]
+        cases.append(Case("lossless", None, share))
     return cases
 
 
@@ -129,7 +124,7 @@ def _run(
     engine: Engine, case: Case, prompts: Sequence[list[int]], new_tokens: int, together: bool
 ) -> tuple[list[Generation], float]:
     """Generations of `prompts` and the seconds after every sequence had its first token (alone: of the first)."""
-    request: dict[str, Any] = {"mode": case.mode, "prompt_lookup": case.lookup, "stop_token_ids": []}
+    request: dict[str, Any] = {"mode": case.mode, "stop_token_ids": []}
     if case.mode != "full":
         request |= {"threshold": case.threshold, "min_layers": 0}
     if not together:
@@ -156,38 +151,13 @@ def _prompts(options: argparse.Namespace, count: int) -> list[list[int]]:
 
 
 def _table(rows: Sequence[Measured]) -> str:
-    lines = [
-        "| case | B | tokens/s | x one sequence, full depth | x B sequences, full depth | layers run per token "
-        "| tokens not as one by one |"
+    heads = ["case", "B", "tokens/s", "x one sequence, full depth", "x B sequences, full depth", "layers run per token"]
+    speeds = ([f"{row.tokens_per_second:.0f}", f"{row.ratio:.2f}", f"{row.ratio_same_batch:.2f}"] for row in rows)
+    cells = [
+        [row.title, row.batch, *speed, f"{row.layers_per_token:.1f}", f"{row.differing_tokens} of {row.tokens}"]
+        for row, speed in zip(rows, speeds, strict=True)
     ]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
-    lines += [
-        f"| {row.title} | {row.batch} | {row.tokens_per_second:.0f} | {row.ratio:.2f} | {row.ratio_same_batch:.2f} "
-        f"| {row.layers_per_token:.1f} | {row.differing_tokens} of {row.tokens} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
-def _plot(rows: Sequence[Measured], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
-    for title in dict.fromkeys(row.title for row in rows):
-        own = [row for row in rows if row.title == title]
-        axes.plot([row.batch for row in own], [row.ratio for row in own], marker="o", label=title)
-    axes.set_xscale("log", base=2)
-    sizes = sorted({row.batch for row in rows})
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set_xlabel("sequences decoded together")
-    axes.set_ylabel("tokens/s, one sequence at full depth = 1")
-    axes.grid(alpha=0.3)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    return table([*heads, "tokens not as one by one"], cells)
 
 
 def _options() -> argparse.Namespace:
@@ -200,9 +170,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--lossless", default="", metavar="X,X", help="lossless mode too, with these compaction thresholds"
     )
-    parser.add_argument(
-        "--prompt-lookups", default="", metavar="N,N", help="tokens drafted by prompt lookup at most (the bundle's)"
-    )
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="on average (64)")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="(32)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(5)")
@@ -210,7 +177,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--provider", default="cpu", help="cpu, cuda, tensorrt, tensorrt-rtx (cpu)")
     parser.add_argument("--plugins", metavar="LIBRARY", help="for tensorrt engines that hold plugins")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
     return parser.parse_args()
 
 

@@ -8,7 +8,7 @@ rows and with all of them, which bounds what any shortlist can tell, and ours wi
 documents: thresholds are chosen on one half of them and applied to the other, and the layers per token are
 read off where that other half keeps 99, 98 and 95 % of the full model's tokens. Router efficiency is layers saved over
 what a perfect router saves at the same checkpoints, those included that a label gave up because no token may leave
-there. Writes `table.json`, `table.md` and `table.png` into the folder.
+there. Writes `table.json` and `table.md` into the folder.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,17 +25,12 @@ from tide_export.cli.torch_environment import SPIN_ROUNDS
 
 os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib.figure import Figure
-
 from tide_export.calibration.assessment import Outcome
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.flow import calibrate
-from tide_export.config import TideConfig
+from tide_export.common.formatting import table
 from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import CalibrationError
-from tide_export.formatting import table
 from tide_export.model.source import SourceModel, load_model
 from tide_export.report.findings import Findings, investigate
 
@@ -102,18 +96,11 @@ def rows_of(name: str, variant: str, found: Findings, depth: int, router: float)
     return rows
 
 
-def measure_model(
-    path: str, dataset: str, options: dict[str, Any], cache: Path, variants: Sequence[str]
-) -> tuple[list[Row], dict[str, Any]]:
-    source = load_model(path)
-    tokenizer = load_tokenizer(path)
-    name = Path(path).name
-    depth = source.num_layers
-    rows: list[Row] = []
-    curves: dict[str, Any] = {}
+def measure_model(path: str, dataset: str, options: dict[str, Any], cache: Path, variants: Sequence[str]) -> list[Row]:
+    source, tokenizer, name = load_model(path), load_tokenizer(path), Path(path).name
+    depth, rows = source.num_layers, list[Row]()
     for variant in variants:
         config = _config(source, dataset, options | VARIANTS[variant])
-        started = time.perf_counter()
         try:
             made = calibrate(source, tokenizer, config, cache)
         except CalibrationError as error:  # no token may leave at any checkpoint: all layers, always
@@ -124,20 +111,8 @@ def measure_model(
         found = investigate(made.assessment)
         costs = made.assessment.costs
         rows += rows_of(name, variant, found, depth, (costs.router + costs.lens) / costs.layer)
-        curves[variant] = {
-            "curve": [(outcome.layers, outcome.agreement) for outcome in found.curve],
-            "perfect": found.perfect.layers,
-            "checkpoints": made.routers.checkpoints,
-            "ece": {k: r["ece"] for k, r in made.routers.provenance["report"].items()},
-            "agreement": [router.agreement for router in found.routers],
-            "sizes": made.routers.sizes(),
-            "documents": found.documents,
-            "chosen_on": found.chosen_on,
-            "measured_on": found.measured_on,
-            "seconds": time.perf_counter() - started,
-        }
-        print(_markdown(rows[-len(TARGETS) :]), curves[variant]["sizes"], file=sys.stderr, flush=True)
-    return [replace(row, perfect_layers=_perfect(rows, row)) for row in rows], curves
+        print(_markdown(rows[-len(TARGETS) :]), made.routers.sizes(), file=sys.stderr, flush=True)
+    return [replace(row, perfect_layers=_perfect(rows, row)) for row in rows]
 
 
 def _perfect(rows: Sequence[Row], row: Row) -> float:
@@ -177,23 +152,6 @@ def _markdown(rows: Sequence[Row]) -> str:
     )
 
 
-def draw(curves: dict[str, dict[str, Any]], rows: Sequence[Row], file: Path) -> None:
-    figure = Figure(figsize=(5.2 * len(curves), 4.4), layout="constrained")
-    for place, (model, variants) in enumerate(curves.items(), start=1):
-        axes = figure.add_subplot(1, len(curves), place)
-        for number, (variant, found) in enumerate(variants.items()):
-            points = sorted(found["curve"])
-            axes.plot(
-                [layers for layers, _ in points], [100 * kept for _, kept in points], label=variant, color=f"C{number}"
-            )
-        depth = next(row.depth for row in rows if row.model == model)
-        axes.set(title=model, xlabel="mean layers per token", ylim=(88, 100.2), xlim=(0, depth))
-        axes.set_ylabel("tokens equal to the full model's, %")
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower left", fontsize=8)
-    figure.savefig(file, dpi=110)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL")
@@ -204,18 +162,15 @@ def main() -> int:
     options = parser.parse_args()
     given = dict(item.split("=", 1) for item in options.set)
     rows: list[Row] = []
-    curves: dict[str, dict[str, Any]] = {}
     for path in options.models:
         with tempfile.TemporaryDirectory() as cache:
-            name, variants = Path(path).name, options.variant or tuple(VARIANTS)
-            found, curves[name] = measure_model(path, options.dataset, given, Path(cache), variants)
-        rows += found
+            variants = options.variant or tuple(VARIANTS)
+            rows += measure_model(path, options.dataset, given, Path(cache), variants)
     text = _markdown(rows)
     (options.out / "table.md").write_text(text + "\n")
     (options.out / "table.json").write_text(
-        json.dumps({"rows": [asdict(row) | {"efficiency": row.efficiency} for row in rows], "curves": curves}, indent=1)
+        json.dumps([asdict(row) | {"efficiency": row.efficiency} for row in rows], indent=1)
     )
-    draw(curves, rows, options.out / "table.png")
     print(text)
     return 0
 

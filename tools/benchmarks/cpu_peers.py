@@ -1,9 +1,9 @@
 """Compares whole runtimes on the CPU, end to end, in one interleaved run: speed, memory, load time, perplexity.
 
     python tools/benchmarks/cpu_peers.py MODEL --case "bf16=tide:BUNDLE" --case "llama.cpp Q4_0=llama.cpp:FILE.gguf"
-    [--python llama.cpp=PYTHON] --dataset FILE.jsonl [--contexts 128,1024,4096] [--batches 1,8] [--plot FILE.png]
+    [--python llama.cpp=PYTHON] --dataset FILE.jsonl [--contexts 128,1024,4096] [--batches 1,8]
 
-Each case is a runtime (tide, llama.cpp, genai, openvino) with one file in its own format, in a process of its own, by
+Each case is a runtime (tide, llama.cpp, genai, openvino, eager) with its model, in a process of its own, by
 the interpreter that `--python` names for the runtime. `tide:BUNDLE:lossless` is another mode,
 `llama.cpp:FILE:no-flash` without flash attention. `server:COMMAND` is llama-server of llama.cpp or ik_llama.cpp,
 which times itself, with its options: `"ik=server:bin/llama-server -m f.gguf"`, with `--spec-type ngram-mod` it
@@ -26,16 +26,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.interleave import write_json
-from harness.peer_case import ChildProcess, PeerError
+from harness.child_process import ChildProcess, PeerError
 
+from tide_export.common.formatting import table
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import load_tokenizer, read_sequences
-from tide_export.formatting import table
 
 CHILD = Path(__file__).parent / "harness" / "runtime_process.py"
 Setting = tuple[int, int]  # context, batch
-RUNTIMES = ("tide", "llama.cpp", "server", "genai", "openvino")
+RUNTIMES = ("tide", "llama.cpp", "server", "genai", "openvino", "eager")
 LENGTH = 256  # tokens of a text whose perplexity is measured
 
 
@@ -204,22 +203,6 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"OMITTED {title}: {why}" for title, why in result["omitted"].items())])
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Decoded tokens/s of every case, a panel per context and batch."""
-    from matplotlib.figure import Figure
-
-    settings, cases = result["settings"], result["cases"]
-    figure = Figure(figsize=(4 * len(settings), 0.4 * len(cases) + 1.2), layout="constrained")
-    for axes, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
-        speeds = [case["tokens_per_second"].get(setting, {}).get("decode", 0.0) for case in cases]
-        axes.bar_label(axes.barh([case["case"] for case in cases], speeds, color="tab:blue"), fmt="%.0f", padding=3)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.set_title(f"context x batch: {setting}")
-        axes.set_xlabel("decoded tokens/s")
-    figure.savefig(path, dpi=120)
-
-
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
@@ -240,7 +223,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of each case, context and batch per load")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--plot", type=Path, help="write bar charts (PNG) here")
     arguments = parser.parse_args()
     run = Run(arguments)
     run.measure()
@@ -249,10 +231,7 @@ def main() -> int:
         raise SystemExit("no case could be measured")
     result = {
         "model": arguments.model.name,
-        "threads": arguments.threads,
-        "tokens": arguments.tokens,
-        "loads": arguments.loads,
-        "rounds": arguments.rounds,
+        **{name: getattr(arguments, name) for name in ("threads", "tokens", "loads", "rounds")},
         "settings": [f"{context}x{batch}" for context, batch in run.settings],
         "cases": [case.result(run.settings, arguments.tokens) for case in measured],
         "omitted": {
@@ -261,9 +240,7 @@ def main() -> int:
     }
     print(render(result))
     if arguments.json:
-        write_json(result, arguments.json)
-    if arguments.plot:
-        plot(result, arguments.plot)
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 

@@ -1,14 +1,13 @@
-"""Times TideExit's kernel on a GPU, against the memory floor, the same steps in PyTorch and TIDE's own router kernel.
+"""Times TideExit's kernel on a GPU, against the memory floor, and the same steps in PyTorch.
 
-    python tools/benchmarks/kernels.py LIBRARY [--tide FOLDER] [--slots 1,2,4,8,16,64] [--hidden 4096]
+    python tools/benchmarks/kernels.py LIBRARY [--slots 1,2,4,8,16,64] [--hidden 4096]
                                       [--bottleneck 128] [--shortlist 256] [--lens-rank 64] [--json FILE] [--check]
 
-LIBRARY is `libtide_kernels.so`; FOLDER is TIDE 0.2.1's source distribution (`pip download --no-binary :all:
-tide-inference`), unpacked, whose kernels are compiled here. Work is queued while the GPU is kept busy, so what is timed
+LIBRARY is `libtide_kernels.so`. Work is queued while the GPU is kept busy, so what is timed
 is the GPU going through it back to back, not Python; inputs rotate among so many copies that they do not fit into the
 cache. The floor is the bytes that must move over the bandwidth of a large copy measured in the same run, and a launch
 costs what an empty kernel does: for a few slots it costs more than the bytes. The goal is 1.5 times both together at
-up to 8 slots. TIDE's kernel, which is norm and router alone, is beside that part of ours. `--check` makes the exit code
+up to 8 slots. `--check` makes the exit code
 1 where the goal is missed. Without a GPU it says so and exits with 2.
 """
 
@@ -17,7 +16,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,27 +33,20 @@ EPSILON = 1e-6
 
 @dataclass
 class Row:
-    """One line of the table; times in microseconds, NaN where not measured; `floor` is memory's and a launch."""
+    """One line of the table; times in microseconds; `floor` is memory's and a launch."""
 
     step: str
     slots: int
     floor: float
     ours: float
     torch: float
-    tide: float
 
     def cells(self) -> list[str]:
-        def shown(value: float) -> str:
-            return "" if value != value else f"{value:.1f}"
-
-        def ratio(a: float, b: float) -> str:
-            return "" if a != a or b != b else f"{a / b:.2f}x"
-
-        times = [shown(t) for t in (self.floor, self.ours, self.torch, self.tide)]
-        return [self.step, str(self.slots), *times, ratio(self.ours, self.floor), ratio(self.tide, self.ours)]
+        times = [f"{t:.1f}" for t in (self.floor, self.ours, self.torch)]
+        return [self.step, str(self.slots), *times, f"{self.ours / self.floor:.2f}x"]
 
 
-HEADINGS = ["step", "slots", "memory + launch us", "ours us", "torch us", "TIDE us", "ours / floor", "TIDE / ours"]
+HEADINGS = ["step", "slots", "memory + launch us", "ours us", "torch us", "ours / floor"]
 
 
 def time_of(call: Callable[[int], Any], copies: int, repeats: int = 15) -> float:
@@ -165,38 +156,12 @@ def measure(kernels: tk.Kernels, sizes: argparse.Namespace, rate: float, launch:
                 agree = float((expected == (inputs.exits != 0)).float().mean())
                 if agree < 0.97 and slots > 32:  # scores near the threshold differ in 16 bits
                     raise SystemExit(f"kernel and torch agree on {agree:.0%} of the exits: times would mean nothing")
-                tide = float("nan")
-                if sizes.tide and not shortlist and not rank:
-                    tide = time_of(partial(tide_route, inputs), inputs.count)
-                step = f"{_short(dtype)} states" + (f", shortlist {shortlist}" if shortlist else "")
+                step = f"{str(dtype).removeprefix('torch.')} states" + (f", shortlist {shortlist}" if shortlist else "")
                 step += f", lens of rank {rank}" if rank else ""
                 times = time_of(ours, inputs.count), time_of(inputs.in_torch, inputs.count)
-                found.append(Row(step, slots, inputs.bytes / rate + launch, *times, tide))
+                found.append(Row(step, slots, inputs.bytes / rate + launch, *times))
                 print(" | ".join(found[-1].cells()), file=sys.stderr)
     return found
-
-
-def tide_route(inputs: Inputs, i: int) -> torch.Tensor:
-    states = inputs.states[i][:, 0]
-    return torch.ops.tide.fused_layernorm_route(states, inputs.scale, inputs.down[i], inputs.up, EPSILON)
-
-
-def build_tide(folder: Path) -> None:
-    """Compiles TIDE's kernels as its own setup.py does, for this GPU, so that `torch.ops.tide` holds them.
-
-    Raises:
-        SystemExit: `folder` is not its source distribution.
-    """
-    from torch.utils.cpp_extension import load
-
-    names = ["fused_layernorm_route", "batch_compact", "exit_scatter", "exit_projection"]
-    sources = [folder / "csrc" / "kernels" / f"{name}.cu" for name in names]
-    sources.append(folder / "csrc" / "extensions" / "torch_bindings.cpp")
-    missing = [str(source) for source in sources if not source.is_file()]
-    if missing:
-        raise SystemExit(f"--tide {folder} is not TIDE's source distribution: there is no {missing[0]}")
-    flags = ["-O3", "--use_fast_math"]
-    load("tide_own_kernels", [str(s) for s in sources], extra_cuda_cflags=flags, is_python_module=False)
 
 
 def goals_missed(table: list[Row]) -> list[str]:
@@ -213,14 +178,9 @@ def markdown(table: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-
-
 def _arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", type=Path, metavar="library", help="libtide_kernels.so")
-    parser.add_argument("--tide", type=Path, help="TIDE's source distribution, unpacked")
     parser.add_argument("--slots", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8, 16, 64])
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--bottleneck", type=int, default=128)
@@ -233,28 +193,18 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> int:
     options = _arguments(words)
+    missing = None if options.kernels.is_file() else f"library {options.kernels}: build it with the preset `plugins`"
     if not torch.cuda.is_available():
-        print("benchmark_kernels: there is no GPU that PyTorch can use here, and times need one", file=sys.stderr)
-        return 2
-    if not options.kernels.is_file():
-        print(
-            f"benchmark_kernels: there is no library {options.kernels}; build it with the preset `plugins`",
-            file=sys.stderr,
-        )
+        missing = "GPU that PyTorch can use here, and times need one"
+    if missing is not None:
+        print(f"kernels: there is no {missing}", file=sys.stderr)
         return 2
     kernels = tk.Kernels(options.kernels)
-    if options.tide:
-        build_tide(options.tide)
     rate = bandwidth()
     one = torch.zeros(1, device=DEVICE)
     launch = time_of(lambda _: one.add_(1), 1)
-    about = {
-        "gpu": torch.cuda.get_device_name(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "copy_GB_per_s": rate / 1000,
-        "empty_kernel_us": launch,
-    }
+    about: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    about |= {"cuda": torch.version.cuda, "copy_GB_per_s": rate / 1000, "empty_kernel_us": launch}
     table = measure(kernels, options, rate, launch)
     print(", ".join(f"{key} {value if isinstance(value, str) else f'{value:.1f}'}" for key, value in about.items()))
     print(markdown(table))

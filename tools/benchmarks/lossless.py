@@ -2,12 +2,10 @@
 
     python tools/benchmarks/lossless.py BUNDLE --prompts tools/benchmarks/prompts/chat.txt --prompts .../edit.txt
     python tools/benchmarks/lossless.py BUNDLE --dataset SPEC --prompt-length 128
-    python tools/benchmarks/lossless.py BUNDLE --prompts tools/benchmarks/prompts/chat.txt --slots 8
 
 Each prompt is continued by both modes, interleaved in random order and with the same seed; the speed-up is full depth's
 decoding time over lossless mode's. Lossless mode runs as the bundle says, by its drafter alone, by exits alone, and by
 prompt lookup alone.
-With `--slots` prompts are continued in lists, whose time is that of the longest in it; no token then ends a generation.
 Prompts of a file go through the bundle's chat template where it has one. The exit code is 1 where a greedy token
 differs.
 """
@@ -21,10 +19,9 @@ from typing import Any
 
 from harness.chat import chat_prompts
 
-from tide_export.formatting import table
-from tide_export.progress import stage
+from tide_export.common.formatting import table
+from tide_export.common.progress import stage
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.tuning.prompts import draw_prompts
 
@@ -42,32 +39,25 @@ def settings_of(engine: Engine) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def generated(engine: Engine, prompts: list[list[int]], options: dict[str, Any]) -> list[Generation]:
-    """The continuations of one prompt, or of several in a list."""
-    if len(prompts) == 1:
-        return [engine.generate(prompts[0], **options)]
-    return engine.generate(prompts, stop_token_ids=[], **options)
-
-
-def measure(engine: Engine, groups: list[list[list[int]]], temperature: float, new_tokens: int) -> list[list[str]]:
-    """One row of the table per setting; `groups`: prompts that are continued together."""
+def measure(engine: Engine, prompts: list[list[int]], temperature: float, new_tokens: int) -> list[list[str]]:
+    """Returns a row of the table for each setting."""
     settings = settings_of(engine)
     cases: dict[str, dict[str, Any]] = {"full": {"mode": "full"}}
     cases |= {name: {"mode": "lossless", **options} for name, options in settings.items()}
     order, seconds = random.Random(0), {name: list[float]() for name in cases}
     differ, drafted, accepted = (dict.fromkeys(cases, 0) for _ in range(3))
-    with stage(f"temperature {temperature:g}", total=len(groups)) as advance:
-        for seed, group in enumerate(groups):
+    with stage(f"temperature {temperature:g}", total=len(prompts)) as advance:
+        for seed, prompt in enumerate(prompts):
             tokens = {}
             for name in order.sample(list(cases), len(cases)):
                 options = {"temperature": temperature, "seed": seed, "max_new_tokens": new_tokens, **cases[name]}
-                made = generated(engine, group, options)
-                tokens[name] = [one.tokens for one in made]
-                seconds[name].append(max(one.stats.decode_seconds for one in made))
-                drafted[name] += sum(one.stats.drafted for one in made)
-                accepted[name] += sum(one.stats.accepted for one in made)
+                made = engine.generate(prompt, **options)
+                tokens[name] = made.tokens
+                seconds[name].append(made.stats.decode_seconds)
+                drafted[name] += made.stats.drafted
+                accepted[name] += made.stats.accepted
             for name in settings:
-                differ[name] += sum(a != b for a, b in zip(tokens[name], tokens["full"], strict=True))
+                differ[name] += tokens[name] != tokens["full"]
             advance(1)
     rows = []
     for name in settings:
@@ -86,7 +76,6 @@ def main() -> int:
     parser.add_argument("--prompt-length", type=int, default=128, metavar="N", help="of prompts that are cut (128)")
     parser.add_argument("--count", type=int, default=40, metavar="N", help="prompts of each kind at most (40)")
     parser.add_argument("--new-tokens", type=int, default=96, metavar="N", help="(96)")
-    parser.add_argument("--slots", type=int, default=1, metavar="N", help="prompts in a list (1: no lists)")
     parser.add_argument("--temperatures", default="0.8,0", metavar="T,T", help="(0.8,0)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     options = parser.parse_args()
@@ -111,9 +100,7 @@ def main() -> int:
     for kind, prompts in kinds.items():
         rows = []
         for temperature in map(float, options.temperatures.split(",")):
-            chosen, slots = prompts[: options.count], options.slots
-            groups = [chosen[first : first + slots] for first in range(0, len(chosen) // slots * slots, slots)]
-            rows += measure(engine, groups, temperature, options.new_tokens)
+            rows += measure(engine, prompts[: options.count], temperature, options.new_tokens)
         print(f"{kind}: {min(len(prompts), options.count)} prompts, {options.new_tokens} new tokens at most\n")
         print(table(header, rows), flush=True)
         unequal |= any(row[-1] != "0" for row in rows if row[1] == "0")

@@ -20,14 +20,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROUTERS = """
-import sys
-sys.path.insert(0, {tools!r})
-from harness.graphs import random_routers
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.model.source import load_model
+from tide_export.routers.random_routers import random_routers
 config = TideConfig()
 source = load_model({model!r}, device_map={device_map!r})
-routers = random_routers(source, config.resolve_checkpoints(source.num_layers), config.router_bottleneck_dim, 256)
+points = config.resolve_checkpoints(source.num_layers)
+routers = random_routers(source, points, range(5, 69), config.router_bottleneck_dim, 256)
 routers.save({scratch!r} + "/routers.safetensors")
 """
 EXPORT = """
@@ -112,7 +111,7 @@ def main() -> None:
     result: dict = {"model": str(arguments.model)}
     with tempfile.TemporaryDirectory(dir=".") as scratch:
         options = {name: getattr(arguments, name) for name in ("target", "weights", "device_map")}
-        names = {**options, "model": str(arguments.model), "scratch": scratch, "tools": str(Path(__file__).parent)}
+        names = {**options, "model": str(arguments.model), "scratch": scratch}
         run(ROUTERS.format(**names))
         for stage, body in (("export", EXPORT), ("load", LOAD)):
             base = run(IMPORTS[stage])

@@ -1,6 +1,6 @@
-"""Speed against agreement of everything a bundle can do, on real text in one interleaved run: a table and a plot.
+"""Speed against agreement of everything a bundle can do, on real text in one interleaved run.
 
-    python tools/benchmarks/modes.py BUNDLE... --dataset SPEC [--batch-size B] [--out FOLDER]
+    python tools/benchmarks/modes.py BUNDLE... --dataset SPEC [--out FOLDER]
     python tools/benchmarks/modes.py BUNDLE... --prompts-file tools/benchmarks/prompts/chat.txt
 
 The first bundle's full depth continues prompts cut from the text, or those of a file in its chat template, sampled at
@@ -11,10 +11,8 @@ at one checkpoint whatever its score (`static`, the naive baseline). Agreement i
 most likely token is full depth's; speed is full depth's time over that of the same steps, medians over prompts. Every
 case takes one step per round, in a new random order, so that a machine that slows down slows all. Lossless mode
 generates the continuation by itself, in one go, with the same seed.
-With `--batch-size B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
-too is against full depth of one prompt after the other, and medians are over groups of B prompts.
 Bundles of one model with different `kv_cache_strategy`, weights or routers can be compared. Writes
-`modes.md`, `modes.json` and `modes.png` into the folder; the exit code is 1 when lossless mode gave another token at
+`modes.json` into the folder; the exit code is 1 when lossless mode gave another token at
 temperature 0 (rounding may decide a draw among thousands of unlikely tokens).
 """
 
@@ -27,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -36,16 +33,12 @@ from tide_export.cli.torch_environment import SPIN_ROUNDS
 
 os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
 from harness.chat import chat_prompts
-from matplotlib.figure import Figure
 
 from tide_export.bundle.manifest import EXACT
-from tide_export.formatting import table
-from tide_export.progress import stage
+from tide_export.common.formatting import table
+from tide_export.common.progress import stage
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT, resolve_thresholds
@@ -69,7 +62,7 @@ class Text(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One case in one step or in all of a prompt's; alone or of several prompts."""
+    """One case in one step, or in all steps of a prompt."""
 
     agrees: float  # share of positions
     layers: float  # passes a token
@@ -78,39 +71,25 @@ class Seen(NamedTuple):
 
 @dataclass
 class Case:
-    """A way to run a bundle; `run` continues a prompt as full depth did, or `verify.batch_parity` of them at once, step
-    by step."""
+    """A way to run a bundle; `run` continues a prompt as full depth did, step by step."""
 
     bundle: str
     mode: str
     setting: str
     run: Callable[[Any, Any], Iterator[Seen]]
-    batch_size: int = 1
-    seen: list[Seen] = field(default_factory=list)  # of each prompt or group
-
-    def on(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> Iterator[Seen]:
-        """Step by step over a group of prompts."""
-        if self.batch_size > 1:
-            return self.run(prompts, texts)
-        return map(joined, zip(*(self.run(*one) for one in zip(prompts, texts, strict=True)), strict=True))
+    seen: list[Seen] = field(default_factory=list)  # of each prompt
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case on all prompts; `speedup` is the median over prompts, or groups of them, of full depth's time, one prompt
-    after the other, over this one's."""
+    """A case on all prompts; `speedup` is the median over prompts of full depth's time over this one's."""
 
     bundle: str
     mode: str
     setting: str
-    batch_size: int
     agreement: float
     layers: float
     speedup: float
-
-
-def joined(seen: Sequence[Seen]) -> Seen:
-    return Seen(fmean(s.agrees for s in seen), fmean(s.layers for s in seen), sum(s.seconds for s in seen))
 
 
 def continued(engine: Engine, prompt: list[int], options: argparse.Namespace, seed: int) -> Text:
@@ -137,25 +116,6 @@ def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], text: T
         yield Seen(int(result.logits.argmax()) == top, sizes[result.segments_run - 1], seconds)
 
 
-def read_batch(
-    engine: Engine, thresholds: Sequence[float], prompts: list[list[int]], texts: list[Text]
-) -> Iterator[Seen]:
-    """Steps along several continuations at once."""
-    manifest = engine.manifest
-    sizes = np.cumsum(manifest.segment_sizes)
-    batch = engine.start_batch(manifest.compaction_threshold, len(prompts))
-    slots = [batch.join(thresholds, manifest.max_pending) for _ in prompts]
-    batch.step(dict(zip(slots, prompts, strict=True)))
-    for number in range(len(texts[0].tops)):
-        tokens, tops = [text.said[number] for text in texts], [text.tops[number] for text in texts]
-        new = {slot: [token] for slot, token in zip(slots, tokens, strict=True)}
-        started = time.perf_counter()
-        results = batch.step(new)
-        seconds = time.perf_counter() - started
-        agrees = [int(results[p].logits.argmax()) == token for p, token in zip(slots, tops, strict=True)]
-        yield Seen(fmean(agrees), fmean(sizes[result.segments_run - 1] for result in results.values()), seconds)
-
-
 def generate(engine: Engine, mode: str, options: argparse.Namespace, prompt: list[int], text: Text) -> Iterator[Seen]:
     """The same continuation by `Engine.generate`."""
     out = engine.generate(prompt, mode=mode, stop_token_ids=[], **sampling(options, text.seed))
@@ -164,20 +124,14 @@ def generate(engine: Engine, mode: str, options: argparse.Namespace, prompt: lis
 
 
 def cases_of(name: str, engine: Engine, options: argparse.Namespace) -> list[Case]:
-    """Of one prompt at a time all but full depth, or those of several batched."""
-    manifest, batch_size = engine.manifest, options.batch_size
+    """Returns all cases of a bundle but full depth."""
+    manifest = engine.manifest
     thresholds = [float(value) for value in options.thresholds.split(",")]
     count = len(manifest.checkpoints)
     default = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
     settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": default}
     if engine.auto is not None and engine.auto.mode == "exit":
         settings["auto"] = list(engine.auto.thresholds)
-    if batch_size > 1:
-        wanted = [("full", "", [NEVER_EXIT] * count), *(("exit", *one) for one in settings.items())]
-        return [
-            Case(name, mode, setting, partial(read_batch, engine, values), batch_size)
-            for mode, setting, values in wanted
-        ]
     cases = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
     for c, layers in enumerate(manifest.checkpoints):
         always = [ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)]
@@ -206,7 +160,6 @@ def interleaved(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[li
 def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: argparse.Namespace) -> list[Row]:
     name, first = next(iter(engines.items()))
     off = [NEVER_EXIT] * len(first.manifest.checkpoints)
-    batch_size = options.batch_size
     stepped = Case(name, "full", "", partial(read, first, off))
     generated = Case(name, "full", "", partial(generate, first, "full", options))
     cases = [stepped]
@@ -215,12 +168,12 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
     if any(case.mode == "lossless" for case in cases):
         cases.append(generated)
     order = random.Random(0)
-    with stage("measuring", total=len(prompts) // batch_size) as advance:
-        for start in range(0, len(prompts) - batch_size + 1, batch_size):
-            group = prompts[start : start + batch_size]
-            texts = [continued(first, prompt, options, start + number) for number, prompt in enumerate(group)]
-            for case, seen in zip(cases, interleaved([case.on(group, texts) for case in cases], order), strict=True):
-                case.seen.append(joined(seen))
+    with stage("measuring", total=len(prompts)) as advance:
+        for seed, prompt in enumerate(prompts):
+            text = continued(first, prompt, options, seed)
+            for case, seen in zip(cases, interleaved([case.run(prompt, text) for case in cases], order), strict=True):
+                agrees, layers = fmean(s.agrees for s in seen), fmean(s.layers for s in seen)
+                case.seen.append(Seen(agrees, layers, sum(s.seconds for s in seen)))
             advance(1)
     rows = []
     for case in cases:
@@ -229,33 +182,8 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
         against = generated if case.mode == "lossless" else stepped
         ratios = [full.seconds / one.seconds for full, one in zip(against.seen, case.seen, strict=True)]
         agreement, layers = fmean(s.agrees for s in case.seen), fmean(s.layers for s in case.seen)
-        rows.append(Row(case.bundle, case.mode, case.setting, case.batch_size, agreement, layers, median(ratios)))
+        rows.append(Row(case.bundle, case.mode, case.setting, agreement, layers, median(ratios)))
     return rows
-
-
-def draw(rows: Sequence[Row], title: str, file: Path) -> None:
-    figure = Figure(figsize=(7.5, 5), layout="constrained")
-    axes = figure.add_subplot()
-    several, largest = len({row.bundle for row in rows}) > 1, max(row.batch_size for row in rows)
-    groups = groupby(rows, key=lambda row: (row.bundle, row.mode, row.batch_size))
-    for number, ((bundle, mode, batch_size), group) in enumerate(groups):
-        label = f"{bundle}: {mode}" if several else mode
-        ordered = sorted((row for row in group), key=lambda row: row.speedup)
-        axes.plot(
-            [100 * row.agreement for row in ordered],
-            [row.speedup for row in ordered],
-            "o--" if mode == "static" else "o-",
-            label=f"{label}, {batch_size} in a batch" if largest > 1 else label,
-            color=f"C{number}",
-        )
-        for row in ordered:
-            axes.annotate(
-                row.setting, (100 * row.agreement, row.speedup), fontsize=7, xytext=(3, 3), textcoords="offset points"
-            )
-    axes.set(title=title, xlabel="tokens equal to full depth's, %", ylabel="full depth's time over this one's")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
 
 
 def main() -> int:
@@ -270,14 +198,10 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="(64)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="(0.8)")
     parser.add_argument("--thresholds", default=THRESHOLDS, metavar="T,T", help=f"({THRESHOLDS})")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="prompts in one step (1)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
     options = parser.parse_args()
     engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
-    most = min(engine.max_batch_size for engine in engines.values())
-    if not 1 <= options.batch_size <= min(options.prompts, most):
-        parser.error(f"--batch-size takes 1 to {most}, and no more than there are prompts")
     first = next(iter(engines.values()))
     if options.prompts_file is not None:
         prompts, of = chat_prompts(first.bundle, options.prompts_file)[: options.prompts], options.prompts_file.name
@@ -296,13 +220,12 @@ def main() -> int:
     rows = measure(engines, prompts, options)
     depth = first.manifest.model.num_layers
     text = table(
-        ["bundle", "mode", "threshold", "batch size", "tokens kept", "layer passes", "x full depth's speed"],
+        ["bundle", "mode", "threshold", "tokens kept", "layer passes", "x full depth's speed"],
         [
             [
                 row.bundle,
                 row.mode,
                 row.setting,
-                str(row.batch_size),
                 f"{100 * row.agreement:.1f} %",
                 f"{row.layers:.2f} of {depth}",
                 f"{row.speedup:.2f}x",
@@ -310,12 +233,9 @@ def main() -> int:
             for row in rows
         ],
     )
-    measured = len(prompts) // options.batch_size * options.batch_size
-    said = f"{measured} prompts of {of}, {options.new_tokens} new ones each, "
+    said = f"{len(prompts)} prompts of {of}, {options.new_tokens} new ones each, "
     said += f"temperature {options.temperature:g}, {options.threads} threads"
-    (options.out / "modes.md").write_text(f"{said}\n\n{text}\n")
     (options.out / "modes.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    draw(rows, Path(first.manifest.model.name).name, options.out / "modes.png")
     print(f"{said}\n{text}")
     wrong = any(row.agreement < 1 for row in rows if row.mode == "lossless" and row.bundle == rows[0].bundle)
     return int(wrong and options.temperature == 0)

@@ -18,9 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.interleave import write_json
-
-from tide_export.formatting import table
+from tide_export.common.formatting import table
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -66,7 +64,7 @@ def main() -> int:
     runs = [[str(count), f"{1e3 * taken:.1f}", f"{taken / medians[1]:.2f}x"] for count, taken in medians.items()]
     print(table(["tokens of a run", "ms", "over one"], runs))
     if options.json:
-        write_json({"tokens_per_second": rates, "seconds": seconds}, options.json)
+        options.json.write_text(json.dumps({"tokens_per_second": rates, "seconds": seconds}) + "\n")
     return 0
 
 
@@ -78,22 +76,8 @@ def _decoded(engine: Engine) -> float:
 
 
 def _peer(program: Path, model: Path, threads: int) -> float:
-    command = [
-        str(program),
-        "-m",
-        str(model),
-        "-t",
-        str(threads),
-        "-p",
-        "0",
-        "-n",
-        str(TOKENS),
-        "-r",
-        "3",
-        "-o",
-        "json",
-    ]
-    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = f"{program} -m {model} -t {threads} -p 0 -n {TOKENS} -r 3 -o json"
+    said = subprocess.run(command.split(), capture_output=True, text=True, check=True)
     return float(json.loads(said.stdout)[0]["avg_ts"])
 
 

@@ -12,15 +12,13 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tide_export.formatting import table
+from tide_export.common.formatting import table
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.handle import RequestHandle
-from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 
 Hashes = list[bytes]
 LONGEST, NEW_TOKENS = 200, 24
@@ -70,39 +68,23 @@ def compare(
 ) -> list[tuple[int, bool, int, int]]:
     """Slots, whether there was a prefix cache, tokens and how many have other logits, of each scheduler."""
 
-    def collected(ask: Callable[[int, dict[str, Any]], Any]) -> list[Hashes]:
+    def collected(ask: Callable[..., Any], options: dict[str, Any]) -> list[Hashes]:
         recorders = [Recorder() for _ in prompts]
-        given = [
-            {**options, "seed": number, "temperature": 0.8, "max_new_tokens": NEW_TOKENS, "stop_token_ids": []}
-            for number in range(len(prompts))
-        ]
-        results = [ask(n, {**given[n], "logits_processor": recorders[n]}) for n in range(len(prompts))]
+        given = {**options, "temperature": 0.8, "max_new_tokens": NEW_TOKENS, "stop_token_ids": []}
+        results = [ask(prompts[n], **given, seed=n, logits_processor=recorders[n]) for n in range(len(prompts))]
         tokens = [one.result().tokens if hasattr(one, "result") else one.tokens for one in results]
         return [recorders[n].hashes(prompts[n], tokens[n]) for n in range(len(prompts))]
 
-    alone = collected(lambda n, given: engine.generate(prompts[n], **given))
+    alone = collected(engine.generate, options)
     rows = []
     if options["mode"] == "lossless":
-        full = {"mode": "full"}
-        deep = collected(lambda n, given: engine.generate(prompts[n], **{**drawn(given), **full}))
-        rows.append((0, False, *different(alone, deep)))
+        rows.append((0, False, *different(alone, collected(engine.generate, {"mode": "full"}))))
     for count in slots:
         for cache in (0, 1 << 26):
             limits = SchedulerLimits(slots=count, prompt_tokens=64, prefix_cache_bytes=cache)
             with engine.scheduler(limits) as scheduler:
-                submit = partial(submitted, scheduler, prompts)
-                rows.append((count, cache > 0, *different(alone, collected(submit))))
+                rows.append((count, cache > 0, *different(alone, collected(scheduler.submit, options))))
     return rows
-
-
-def submitted(scheduler: Scheduler, prompts: Sequence[list[int]], number: int, given: dict[str, Any]) -> RequestHandle:
-    """The request of a prompt."""
-    return scheduler.submit(prompts[number], **given)
-
-
-def drawn(given: dict[str, Any]) -> dict[str, Any]:
-    """The options that mode full has too."""
-    return {name: value for name, value in given.items() if name not in ("threshold", "min_layers")}
 
 
 def different(expected: list[Hashes], found: list[Hashes]) -> tuple[int, int]:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tide_export import names
 from tide_export.bundle.engine_fields import NetworksInfo, Profile
+from tide_export.bundle.file_names import engine_file, network_file
+from tide_export.bundle.network_spec import NetworkSpec, of_network, specs
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import ProviderError, TideError
-from tide_export.runtime.network_spec import NetworkSpec, of_network, specs
+from tide_export.names import segment_networks as names
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, TENSORRT_RTX, import_library
 from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
 
@@ -94,7 +95,7 @@ def main(path: str, plugins: str | None = None) -> int:
     for name, spec in specs(manifest, manifest.networks).items():
         for number, profile in enumerate(of_network(name, manifest.engines.profiles, manifest.networks)):
             inputs = list(feeds(spec, profile, manifest.networks))
-            engine, network = bundle.file(names.engine_file(name)), bundle.file(names.network_file(name))
+            engine, network = bundle.file(engine_file(name)), bundle.file(network_file(name))
             worst = differences(engine.path, network.path, number, inputs)
             # A flag may flip where its score lies on the threshold: then the state goes to another row of the buffer;
             # the score itself is compared.

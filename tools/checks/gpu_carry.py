@@ -1,7 +1,7 @@
 """Packs what a lent machine with a GPU lacks, for `gpu_session.py --carried`: bundles of a model and compiled kernels.
 
     python tools/checks/gpu_carry.py MODEL -o FOLDER [--routers FILE] [--architectures 80,86,89,90,120]
-                                     [--tide FOLDER] [--limit MIB] [--resume]
+                                     [--limit MIB] [--resume]
 
 FOLDER/bundles gets a bundle each in float32, float16 and bfloat16, without what a session does not read, the one in
 float32 with a drafter. FOLDER/libtide_kernels.so and libtide_plugins.so get the kernels and the plugin for these GPUs,
@@ -23,7 +23,7 @@ from pathlib import Path
 from gpu_machine import headers
 from gpu_steps import DECLARED, KERNELS, PLUGINS, ROOT, WEIGHTS
 
-from tide_export import names
+from tide_export.bundle.file_names import DRAFTER_FILE, MANIFEST_FILE, ROUTERS_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 
@@ -39,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--architectures", default="80,86,89,90,120", help="of the kernels (80,86,89,90,120); '' for none"
     )
-    parser.add_argument("--tide", type=Path, help="TIDE's sources, for its kernels' times")
     parser.add_argument("--limit", type=float, default=48, metavar="MIB", help="of the folder (48)")
     parser.add_argument("--resume", action="store_true", help="keep what a run before has finished")
     options = parser.parse_args(arguments)
@@ -50,18 +49,16 @@ def main(arguments: list[str] | None = None) -> int:
     routers = options.routers and options.routers.resolve()
     for weights in WEIGHTS:
         bundle = folder / "bundles" / weights
-        if not (bundle / names.MANIFEST_FILE).is_file():
+        if not (bundle / MANIFEST_FILE).is_file():
             export_bundle(options.model, bundle, weights, routers)
-        if weights == "fp32" and not (bundle / names.DRAFTER_FILE).is_file():
+        if weights == "fp32" and not (bundle / DRAFTER_FILE).is_file():
             train_drafter(options.model, bundle)
-        routers = routers or bundle / names.ROUTERS_FILE
+        routers = routers or bundle / ROUTERS_FILE
         strip(bundle)
         print(f"{bundle} after {time.perf_counter() - begun:.0f} s", flush=True)
     if options.architectures and not all((folder / name).is_file() for name in (KERNELS, PLUGINS)):
         compile_libraries(folder, options.architectures)
         print(f"{KERNELS} and {PLUGINS} after {time.perf_counter() - begun:.0f} s", flush=True)
-    if options.tide:
-        shutil.copytree(options.tide, folder / "tide", dirs_exist_ok=True)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
     print(f"{folder}: {size:.1f} MiB of at most {options.limit:g}")
     return int(size > options.limit)
@@ -99,8 +96,8 @@ def run(*command: str) -> None:
 def strip(bundle: Path) -> None:
     """Takes out of a bundle what a session does not read: networks for batches on the CPU, the report, and the graph's
     weights, unless it is the float32 graph, that others are compared with."""
-    manifest = Manifest.from_json((bundle / names.MANIFEST_FILE).read_text())
-    unread = ("batch/", "report.", *(() if bundle.name == "fp32" else (names.WEIGHTS_FILE,)))
+    manifest = Manifest.from_json((bundle / MANIFEST_FILE).read_text())
+    unread = ("batch/", "report.", *(() if bundle.name == "fp32" else (WEIGHTS_FILE,)))
     for name in [name for name in manifest.files if name.startswith(unread)]:
         (bundle / name).unlink(missing_ok=True)
     shutil.rmtree(bundle / "batch", ignore_errors=True)

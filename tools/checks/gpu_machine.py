@@ -73,7 +73,7 @@ def flavour(name: str) -> Lacks:
         capability = f"{device[0]}.{device[1]}"
         if capability not in built_for(one, device):
             return f"{one.title} runs on no GPU of compute capability {capability}"
-        return _asked(f"import {one.module}")
+        return asked(f"import {one.module}")
 
     return lacks
 
@@ -83,7 +83,7 @@ def torch_on_gpu() -> str | None:
     return (
         package("torch")()
         or gpu()
-        or _asked(
+        or asked(
             "import torch, sys",
             "sys.exit(0 if torch.cuda.is_available() else 'torch ' + torch.__version__ + ' uses no GPU')",
         )
@@ -94,7 +94,7 @@ def onnxruntime_on_gpu() -> str | None:
     """ONNX Runtime with its provider for CUDA."""
     return (
         package("onnxruntime")()
-        or _asked(
+        or asked(
             "import onnxruntime as o, sys",
             "has = 'CUDAExecutionProvider' in o.get_available_providers()",
             "sys.exit(0 if has else 'onnxruntime ' + o.__version__ + ' here is the build for the CPU')",
@@ -104,19 +104,15 @@ def onnxruntime_on_gpu() -> str | None:
 
 
 @functools.cache
-def _asked(*lines: str) -> str | None:
+def asked(*lines: str) -> str | None:
     """Runs Python in a process of its own; None if that succeeds, else its last words."""
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     words = done.stderr.strip().splitlines()
     return None if done.returncode == 0 else words[-1] if words else f"exit code {done.returncode}"
 
 
-def package_folder(module: str) -> str:
-    """Of an installed package, or nothing."""
-    spec = importlib.util.find_spec(module)
-    return str(Path(spec.origin).parent) if spec is not None and spec.origin else ""
-
-
 def libraries(module: str) -> str:
     """LD_LIBRARY_PATH with a package of libraries."""
-    return ":".join(path for path in (package_folder(module), os.environ.get("LD_LIBRARY_PATH", "")) if path)
+    spec = importlib.util.find_spec(module)
+    folder = str(Path(spec.origin).parent) if spec is not None and spec.origin else ""
+    return ":".join(path for path in (folder, os.environ.get("LD_LIBRARY_PATH", "")) if path)

@@ -66,14 +66,8 @@ def _of_networks(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str
             rows.append([engine, row["mode"], row["sequences"], f"{own:.1f}", beside, equal])
     if not rows:
         return []
-    heads = [
-        "where",
-        "mode",
-        "sequences",
-        "tokens/s",
-        "beside, tokens/s",
-        "tokens equal to the CPU's graph / to one by one",
-    ]
+    heads = ["where", "mode", "sequences", "tokens/s", "beside, tokens/s"]
+    heads.append("tokens equal to the CPU's graph / to one by one")
     return ["## Segment networks", table(heads, iter(rows)), "\n".join(notes)]
 
 
@@ -88,8 +82,5 @@ def _of_kernels(folder: Path) -> list[str]:
 
 
 def _of_records(rows: Sequence[Mapping[str, Any]]) -> str:
-    def shown(value: Any) -> object:
-        return f"{value:.2f}" if isinstance(value, float) else value
-
-    heads = list(rows[0]) if rows else []
-    return table(heads, ([shown(row[head]) for head in heads] for row in rows)) if rows else ""
+    cells = [[f"{value:.2f}" if isinstance(value, float) else value for value in row.values()] for row in rows]
+    return table(list(rows[0]), cells) if rows else ""

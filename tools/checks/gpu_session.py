@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one go: kernels, networks, engines, times, into one report folder.
 
     python tools/checks/gpu_session.py -o FOLDER [--carried FOLDER] [--bundle BUNDLE]... [--kernels LIBRARY]
-        [--plugins LIBRARY] [--tide FOLDER] [--seconds N] [--resume] [--archive FILE.tgz] [--page FILE.md]
+        [--plugins LIBRARY] [--seconds N] [--resume] [--archive FILE.tgz] [--page FILE.md]
         [--only STEP]... [--list]
 
 For a machine that is lent for a quarter of an hour and of which little is known. Every step is a process of its own
@@ -162,7 +162,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kernels", type=Path, metavar="LIBRARY", help=f"{KERNELS} (that carried, or compiled here)")
     parser.add_argument("--plugins", type=Path, metavar="LIBRARY", help=f"{PLUGINS} (likewise)")
-    parser.add_argument("--tide", type=Path, metavar="FOLDER", help="TIDE's sources, for its kernels' times")
     parser.add_argument("--seconds", type=float, default=3600, metavar="N", help="for all steps of this run (3600)")
     parser.add_argument("--resume", action="store_true", help="go on where the session in this folder ended")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="rewritten with every step")
@@ -184,7 +183,7 @@ def brought(options: argparse.Namespace) -> Given:
         return found and found.resolve()
 
     libraries = one(options.kernels, KERNELS), one(options.plugins, PLUGINS)
-    return Given({path.name: path.resolve() for path in bundles}, *libraries, one(options.tide, "tide"))
+    return Given({path.name: path.resolve() for path in bundles}, *libraries)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

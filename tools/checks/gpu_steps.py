@@ -30,6 +30,7 @@ DECLARED = ROOT / "tests" / "plugins" / "declared"  # of TensorRT's headers what
 KERNELS, PLUGINS = "libtide_kernels.so", "libtide_plugins.so"
 MAX_SECONDS = 300  # of a step: one that hangs leaves others their time
 PYTHON = sys.executable
+EXPORTING = ("torch", "transformers", "onnxscript", "pydantic", "datasets")  # packages that an export needs
 LIBRARY = """
 import subprocess, sys
 from tide_export.runtime.native import LIBRARY, library
@@ -50,12 +51,8 @@ found = [engine.generate(range(5, 25), mode="lossless", **given) for _ in range(
 print(found.stats.learned_drafted, "drafted,", found.stats.learned_accepted, "accepted")
 sys.exit(0 if found.tokens == full.tokens and found.stats.learned_drafted else "no drafts, or other tokens than full's")
 """
-SANITIZERS = {
-    "memcheck": "bad address",
-    "racecheck": "race",
-    "initcheck": "read of what nothing wrote",
-    "synccheck": "barrier that some threads miss",
-}
+SANITIZERS = {"memcheck": "bad address", "racecheck": "race"}
+SANITIZERS |= {"initcheck": "read of what nothing wrote", "synccheck": "barrier that some threads miss"}
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,11 @@ class Given:
             any the demo model is exported here.
         kernels: `libtide_kernels.so` for this GPU; None: it is compiled here.
         plugins: `libtide_plugins.so`, likewise.
-        tide: TIDE's source distribution.
     """
 
     bundles: Mapping[str, Path]
     kernels: Path | None = None
     plugins: Path | None = None
-    tide: Path | None = None
 
 
 def steps(folder: Path, given: Given) -> list[Step]:
@@ -127,7 +122,7 @@ def steps(folder: Path, given: Given) -> list[Step]:
                 found += _engine_steps(one.name, source, bundle, exported[name], library)
                 in_cpp.append(_cpp_step(one.name, bundle, library))
                 times += _time_steps(one.name, bundle, library)
-    times = [_kernel_times(given, kernels, folder), _host_step(reference, folder), *times]
+    times = [_kernel_times(kernels, folder), *times]
     return [*found, *_test_steps(plugins), *in_cpp, *times]
 
 
@@ -171,30 +166,18 @@ def _kernel_steps(given: Given, build: Path, kernels: Path, plugins: Path) -> li
     return [*made, Step("kernel-tests", shows, command, MAX_SECONDS, ("kernels",), (gpu,), library)]
 
 
-def _kernel_times(given: Given, kernels: Path, folder: Path) -> Step:
-    shows = "kernel times against the memory floor, PyTorch and TIDE's own kernels"
-    beside = ("--tide", given.tide) if given.tide else ()
-    times = tool("benchmarks/kernels", kernels, "--json", folder / "kernels.json", *beside)
+def _kernel_times(kernels: Path, folder: Path) -> Step:
+    shows = "kernel times against the memory floor and PyTorch"
+    times = tool("benchmarks/kernels", kernels, "--json", folder / "kernels.json")
     return Step("kernel-times", shows, times, 180, ("kernels",), (torch_on_gpu,))
-
-
-def _host_step(bundle: Path, folder: Path) -> Step:
-    found = ("--rounds", "10", "--json", folder / "host-loop.json")
-    shows = "what a token costs on this machine's CPU beside the networks' runs"
-    return Step("host-loop", shows, tool("benchmarks/host_loop", bundle, *found), 120, ("library",), (program("cc"),))
 
 
 def _export_step(weights: str, target: Path) -> Step:
     options = ["--target", "tensorrt", "--no-engines", "--overwrite", "--checkpoints", "3,6,9", "--min-layers", "3"]
     options += ["--calibration-samples", "200", "--dataset", "calibration/text/python-stdlib.jsonl"]
-    return Step(
-        f"export-{weights}",
-        f"the demo model's segment networks in {weights}",
-        cli("export", "demo/demo-llama", "-o", target, "--weights", weights, *options),
-        MAX_SECONDS,
-        ("library",),
-        tuple(package(name) for name in ("torch", "transformers", "onnxscript", "pydantic", "datasets")),
-    )
+    command = cli("export", "demo/demo-llama", "-o", target, "--weights", weights, *options)
+    shows = f"the demo model's segment networks in {weights}"
+    return Step(f"export-{weights}", shows, command, MAX_SECONDS, ("library",), tuple(map(package, EXPORTING)))
 
 
 def _network_steps(name: str, bundle: Path, reference: Path, folder: Path, after: tuple[str, ...]) -> list[Step]:
@@ -205,33 +188,16 @@ def _network_steps(name: str, bundle: Path, reference: Path, folder: Path, after
     def given(step: str) -> tuple[object, ...]:
         return ("--reference", reference, "--new-tokens", "64", "--rounds", "2", "--json", folder / f"{step}.json")
 
-    torch, cuda = f"networks-torch-{name}", f"networks-cuda-{name}"
     shows = "logits, exits and tokens against the graph on the CPU, and times"
+    memory = f"the runtime's memory, stream and CUDA graphs, recorded and replayed, with PyTorch in them: {shows}"
+    torch, on_torch = f"networks-torch-{name}", (torch_on_gpu, package("onnx"))
+    host, cuda = f"{torch}-host", f"networks-cuda-{name}"
+    by_host = ("env", "TIDE_HOST_DECIDES=1", *tool("checks/gpu_torch", bundle, *given(host)))
+    on_cuda = tool("checks/networks", bundle, "cuda", *given(cuda))
     return [
-        Step(
-            torch,
-            f"the runtime's memory, stream and CUDA graphs, recorded and replayed, with PyTorch in them: {shows}",
-            tool("checks/gpu_torch", bundle, *given(torch)),
-            180,
-            after,
-            (torch_on_gpu, package("onnx")),
-        ),
-        Step(
-            f"{torch}-host",
-            f"the same where the host decides after each segment: {shows}",
-            ("env", "TIDE_HOST_DECIDES=1", *tool("checks/gpu_torch", bundle, *given(f"{torch}-host"))),
-            180,
-            after,
-            (torch_on_gpu, package("onnx")),
-        ),
-        Step(
-            cuda,
-            f"ONNX Runtime on CUDA: {shows}",
-            tool("checks/networks", bundle, "cuda", *given(cuda)),
-            180,
-            after,
-            (onnxruntime_on_gpu,),
-        ),
+        Step(torch, memory, tool("checks/gpu_torch", bundle, *given(torch)), 180, after, on_torch),
+        Step(host, f"the same where the host decides after each segment: {shows}", by_host, 180, after, on_torch),
+        Step(cuda, f"ONNX Runtime on CUDA: {shows}", on_cuda, 180, after, (onnxruntime_on_gpu,)),
     ]
 
 
@@ -267,15 +233,10 @@ def _time_steps(flavour_name: str, bundle: Path, plugins: Path | None) -> list[S
     cases = ("--sizes", "1,2,4,8", "--thresholds", "0.5", "--compactions", "0,1", "--lossless", "0")
     several = tool("benchmarks/batch", bundle, *run, "--dataset", text, *cases, "--new-tokens", 64, "--json", result)
     shows = "tokens a second over the number of sequences, and that each gets its own"
+    decoding, on_host = cli("bench", bundle, *run, "--json"), "decode times where the host decides after each segment"
     return [
-        Step(f"bench-{name}", "decode times", cli("bench", bundle, *run, "--json"), 180, loaded),
-        Step(
-            f"bench-{name}-host",
-            "decode times where the host decides after each segment",
-            ("env", "TIDE_HOST_DECIDES=1", *cli("bench", bundle, *run, "--json")),
-            180,
-            loaded,
-        ),
+        Step(f"bench-{name}", "decode times", decoding, 180, loaded),
+        Step(f"bench-{name}-host", on_host, ("env", "TIDE_HOST_DECIDES=1", *decoding), 180, loaded),
         Step(f"batch-{name}", shows, several, 240, loaded, (package("tokenizers"),)),
     ]
 
@@ -312,7 +273,7 @@ def _cpp_step(flavour_name: str, bundle: Path, plugins: Path | None) -> Step:
 
 
 def _test_steps(plugins: Path) -> list[Step]:
-    exports = tuple(package(name) for name in ("torch", "transformers", "onnxscript", "pydantic", "datasets"))
+    exports = tuple(map(package, EXPORTING))
     shows = "engines give the tokens of the branched graph, in every mode, from recorded CUDA graphs too"
     found = []
     for name, chosen in (("tensorrt", "tensorrt and not rtx and not plugins"), ("tensorrt-rtx", "rtx")):

@@ -19,11 +19,11 @@ import networks as checks
 import onnx
 import torch
 
-from tide_export import names
+from tide_export.bundle.file_names import network_file
+from tide_export.bundle.network_spec import specs
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.runtime.callers_networks import load_networks
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.network_spec import specs
 from tide_export.verify.pytorch import networks as in_pytorch
 from tide_export.verify.pytorch.program import Program
 
@@ -57,7 +57,7 @@ class GpuNetworks:
         self.expected, self.view = specs(bundle.manifest, info), view
         self.programs = {}
         for name in self.expected:
-            file = str(bundle.path / names.network_file(name))
+            file = str(bundle.path / network_file(name))
             self.programs[name] = Program(onnx.load(file), {}, torch.device(device), file)
         self.runs, self.recorded = Counter[str](), Counter[str]()
         if device == "cuda":

@@ -1,4 +1,4 @@
-"""The table of model families, docs/reference/models.md: runs calibrate, export and parity for every row.
+"""Writes the table of model families, docs/reference/models.md: calibrate, export and parity for every row.
 
     python tools/checks/model_families.py [--only FAMILY]... [--update] [--classes] [-o FILE]
 
@@ -6,7 +6,7 @@ A row is a tiny random model of tests/families.py, with the features its family 
 tokenizer of bytes. It is calibrated on the bundled text (where that gives nothing to learn its routers are random),
 exported as `tide-export export` does it, the bundle loaded, and compared with the Hugging Face model at full depth and
 with the oracle at thresholds that about half of the tokens pass, so that tokens wait and catch up. A row that fails
-stays in the table with the sentence it failed with. Exit code 1 if a row is not what tests/families.py expects. With
+stays in the page with the sentence it failed with. Exit code 1 if a row is not what tests/families.py expects. With
 `--only`, rows are printed and nothing is written, unless `--update` replaces them in the page. `--classes` runs nothing
 and lists every class that AutoModelForCausalLM loads, with its rows or why it has none; exit code 1 if one has neither.
 """
@@ -14,9 +14,9 @@ and lists every class that AutoModelForCausalLM loads, with its rows or why it h
 import argparse
 import importlib
 import logging
+import re
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tide_export.config import TideConfig
+from tide_export.bundle.file_names import ROUTERS_FILE
+from tide_export.calibration.config import TideConfig
+from tide_export.common.progress import quiet_transformers
 from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, CalibrationError, ProviderError, TideError, UnsupportedModelError
 from tide_export.model.source import load_model
-from tide_export.names import ROUTERS_FILE
 from tide_export.pipeline.flow import export
-from tide_export.progress import quiet_transformers
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
@@ -49,74 +49,74 @@ PENDING = (1, 4, 16)
 
 INTRODUCTION = """# Model families
 
-Written by `python tools/checks/model_families.py`, which runs every row; nothing here is filled in by hand. {summary}
+Written by `python tools/checks/model_families.py`, which runs every row. {summary}
 
-A row is a tiny random model ({layers} layers, checkpoints after {checkpoints}; the rows from {further} on, which repeat
-what others have: 2 layers and one checkpoint) with the features its family is known for and every parameter randomised
-(`tests/families.py`), in float32. *Full* compares the exported graph at full
-depth with the Hugging Face model, *exit* compares it with the reference rule, at thresholds that divide the tokens and
-with 1, 4 and 16 tokens allowed to wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest}
-tokens (sliding windows are {window}) and {new} generated tokens each. The number is the largest difference of a logit,
-relative to the largest logit. Large models of a family have the same graph with larger weights; `tide-export export`
-compares each with its source before the bundle is written. *tensorrt-rtx build* says whether TensorRT for RTX builds
-every network of the bundle (segments, head, and the two that choose tokens) into an engine, on a machine without GPU;
-running them is another matter ([verified](verified.md)). Export seconds, calibration and that comparison included, are
-of one busy machine and no measurement.
+A row is a tiny random float32 model ({layers} layers, checkpoints after {checkpoints}; 2 layers and one checkpoint
+from {further} on) with the features its family is known for (`tests/families.py`). Lines hold the family,
+the difference, features and notes. A number means that tokens and exit layers equal the Hugging Face model's at full
+depth and the reference rule's with exits and 1, 4 and 16 pending tokens; it is the largest difference of a logit
+relative to the largest logit. Prompts have 1, 2 and {longest} tokens, sliding windows {window}; {new} tokens are
+generated. TensorRT for RTX builds engines of all networks, without a GPU, unless the notes say otherwise.
 
-{head}
+```text
+{table}
+```
+"""
+
+REFUSED = """
+## Refused
+
+{groups}
 """
 
 CLASSES = """
 ## Classes of transformers {version}
 
-`AutoModelForCausalLM` loads {count} classes, of which {built} have tiny models here: {equal} ({share:.0f} %) are
-exported and equal, in all of their rows; {others}. Of {unbuilt} there is none: {reasons}.
+`AutoModelForCausalLM` loads {count} classes. {built} have rows here; {equal} of them ({share:.0f} %) are exported and
+equal in all rows. The other {unbuilt}: {reasons}.
 """
-
-COLUMNS = [
-    *("family", "features", "layers traced", "parity full", "parity exit"),
-    *("onnxruntime", "tensorrt-rtx build", "export seconds", "notes"),
-]
 
 CLOSING = """
 ## What is not taken as it is
 
-- **Lengths.** longrope scaling switches to other angles once a sequence is longer than the model was first made for,
-  for all of its tokens, also those whose keys are in the cache by then; dynamic scaling does the same beyond
-  `max_position_embeddings`; Llama 4 attends in blocks. Bundles hold sequences up to there, `export` says so, and a
-  larger `--max-length` is refused.
-- **Masks** are read off the model: causal, a sliding window, or blocks of tokens. A model with another mask is refused.
-- **Mixture of experts.** Each expert is a matrix product of its own, and one that no token chose is not read (Llama 4
-  runs all, as in transformers' own code). In the networks for TensorRT every token gathers its own experts' weights:
-  [how long a run may be](../guide/tensorrt.md) follows from that. Two experts whose scores differ by less than rounding
-  may be chosen differently by two correct programs; the check before a bundle is written then says that the graph
-  differs, and `--no-validate` skips it.
-- **Keys wider than values** (DeepSeek's latent attention): both are stored at the wider width, decompressed.
-- **Attention to chosen tokens** (DeepSeek V3.2, GLM 5, MiniMax M3): where an indexer keeps the best N keys, bundles
-  hold sequences of up to N tokens, which attend to all; `export` says so.
+- **Lengths.** Bundles hold sequences up to where longrope or dynamic scaling changes earlier tokens' angles, Llama 4
+  attends in blocks, or an indexer (DeepSeek V3.2, GLM 5, MiniMax M3) chooses keys. `export` prints the length.
+- **Masks** are causal, a sliding window, or blocks of tokens; others are refused.
+- **Mixture of experts.** An expert that no token chose is not read (Llama 4 runs all, as transformers does). TensorRT
+  networks gather each token's experts, which [bounds a run](../guide/tensorrt.md). Experts with equal scores up to
+  rounding may be chosen differently; the check after export then fails, and `--no-validate` skips it.
+- **Keys wider than values** (latent attention): both are stored at the wider width, decompressed.
 - **Recurrent states**: [which](../architecture/recurrent-states.md), for target onnxruntime alone.
-- Parts that cannot be found by themselves can be told: [adapters](../guide/adapters.md).
+- Parts that cannot be found: [adapters](../guide/your-own-model.md#models-whose-parts-cannot-be-found).
 """
+
+Cells = tuple[str, str, str, str]
 
 
 @dataclass
 class Row:
-    """One line of the table; `expected` says whether it is what tests/families.py foresees."""
+    """One row of the page.
+
+    Attributes:
+        family: name in tests/families.py.
+        features: as there, comma-separated.
+        result: the largest relative difference of a logit, or "differs: ...", "refused" or "fails".
+        tensorrt_rtx: "yes", or why there are no engines.
+        note: the family's note, or the error.
+        expected: whether the result is what tests/families.py foresees.
+    """
 
     family: str
     features: str
-    layers: str = "-"
-    full: str = "-"
-    exit: str = "-"
-    onnxruntime: str = "-"
-    tensorrt_rtx: str = "-"
-    seconds: str = "-"
+    result: str
+    tensorrt_rtx: str = "yes"
     note: str = ""
     expected: bool = True
 
-    def markdown(self) -> str:
-        cells = [self.family, self.features, self.layers, self.full, self.exit, self.onnxruntime, self.tensorrt_rtx]
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in [*cells, self.seconds, self.note]) + " |"
+    def cells(self) -> Cells:
+        """Returns family, result, features ("-" for none) and notes."""
+        engines = "" if self.tensorrt_rtx == "yes" else f"TensorRT-RTX: {self.tensorrt_rtx}"
+        return self.family, self.result, self.features or "-", "; ".join(filter(None, (self.note, engines)))
 
 
 def tensorrt_rtx_build(bundle: Path) -> str:
@@ -126,7 +126,7 @@ def tensorrt_rtx_build(bundle: Path) -> str:
     except ProviderError:
         return "not tried: not installed"
     except BuildError as error:
-        return f"fails: {error}"
+        return str(error).split(": ")[0]
     return "yes"
 
 
@@ -154,13 +154,13 @@ def exported(model: str, bundle: Path, options: dict[str, Any]) -> str:
         if "TensorRT" not in str(error):
             raise
         export(model, bundle, **options)
-        return f"refused: {str(error).split(',')[0]}"
+        return str(error).split(",")[0]
 
 
 def make_row(families: ModuleType, name: str, folder: Path) -> Row:
     """Runs family `name` from its config to the comparison, in `folder`."""
     family = families.FAMILIES[name]
-    row = Row(name, ", ".join(family.features), note=family.note)
+    row = Row(name, ", ".join(family.features), "-", note=family.note)
     try:
         model, bundle = str(folder / "model"), folder / "bundle"
         built = families.build(name)
@@ -177,39 +177,38 @@ def make_row(families: ModuleType, name: str, folder: Path) -> Row:
             router_bottleneck_dim=16,
             router_shortlist=16,
         )
-        started = time.perf_counter()
         refused = export_row(model, bundle, config, None if built.context_length else families.CONTEXT)
-        row.seconds = f"{time.perf_counter() - started:.0f}"
         engine, source, routers = load(bundle, threads=1), load_model(model), RouterSet.load(bundle / ROUTERS_FILE)
-        row.layers = f"{len(engine.manifest.model.kv_shapes)} of {source.num_layers}"
-        full = check_full(engine, source, PROMPTS, NEW_TOKENS)
+        whole = len(engine.manifest.model.kv_shapes) == source.num_layers
         thresholds = dividing_thresholds(source, routers, PROMPTS[-1])
-        exits = [check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, pending) for pending in PENDING]
-        row.full, row.exit = verdict([full]), verdict(exits)
-        row.onnxruntime = "yes"
+        checks = [
+            check_full(engine, source, PROMPTS, NEW_TOKENS),
+            *(check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, pending) for pending in PENDING),
+        ]
+        row.result = verdict(checks)
         row.tensorrt_rtx = refused or tensorrt_rtx_build(bundle)
-        row.expected = not family.refused and all(check.holds for check in (full, *exits))
+        row.expected = not family.refused and whole and all(check.holds for check in checks)
     except TideError as error:
-        row.onnxruntime, row.note = "refused", str(error).replace(str(folder / "model"), name)
+        row.result, row.note = "refused", str(error).replace(str(folder / "model"), name)
         row.expected = bool(family.refused) and family.refused in str(error)
     except Exception as error:  # a row must not end the table, whatever it is
-        row.onnxruntime, row.expected = "fails", False
+        row.result, row.expected = "fails", False
         row.note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return row
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """ "equal" with the largest relative difference of a logit, or what differs first."""
+    """Returns the largest relative difference of a logit, or what differs first."""
     error = max(check.max_error / max(check.largest_logit, 1e-9) for check in checks)
     wrong = next((check for check in checks if not check.holds), None)
     if wrong is not None:
         return f"differs: {(wrong.differences or [f'logits by {error:.1g}'])[0]}"
     undecided = sum(check.within_tolerance for check in checks)
-    return f"equal ({error:.0e}" + (f", {undecided} undecided)" if undecided else ")")
+    return f"{error:.0e}" + (f", {undecided} undecided" if undecided else "")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per byte behind three special ones: any text, 259 ids."""
+    """Returns a tokenizer with a token per byte after three special ones: any text, 259 ids."""
     special = ["<pad>", "<s>", "</s>"]
     symbols = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(symbols)}, []))
@@ -238,38 +237,41 @@ def list_classes(families: ModuleType) -> int:
 
 
 def classes(equal: Sequence[str], families: ModuleType) -> str:
-    """What the page says of classes: `equal` are the families that are exported and equal."""
+    """Returns the page's section on classes, given the families that are exported and equal."""
     rows = rows_of_classes(families)
     built = {name: found for name, found in rows.items() if found}
-    good = [name for name, found in built.items() if set(found) <= set(equal)]
-    others = [name for name in built if name not in good]
+    good = sum(set(found) <= set(equal) for found in built.values())
     missing = {name: families.UNBUILT.get(name, "no row yet") for name in rows if name not in built}
     return CLASSES.format(
         version=transformers.__version__,
         count=len(rows),
         built=len(built),
-        equal=len(good),
-        share=100 * len(good) / len(built),
-        others=f"not so {', '.join(others)}" if others else "no others",
+        equal=good,
+        share=100 * good / len(built),
         unbuilt=len(missing),
         reasons="; ".join(f"{name} ({why})" for name, why in missing.items()),
     )
 
 
-def page(lines: Sequence[str], families: ModuleType) -> str:
-    """docs/reference/models.md, of its rows."""
+def refused_groups(rows: Sequence[Cells], families: ModuleType) -> str:
+    """Returns a line for each reason: the families refused for it, and the sentence of the first of them."""
+    groups: dict[str, list[Cells]] = {}
+    for row in rows:
+        reason = families.FAMILIES[row[0]].refused
+        groups.setdefault(reason if reason and reason in row[3] else row[3], []).append(row)
+    return "\n".join(f"- {', '.join(row[0] for row in group)}: {group[0][3]}" for group in groups.values())
+
+
+def page(rows: Sequence[Cells], families: ModuleType) -> str:
+    """Returns the text of docs/reference/models.md, from the cells of its rows."""
     sizes = importlib.import_module("tiny_configs")
-    cells = [line.removeprefix("| ").split(" | ") for line in lines]
-    status = {row[0]: row[COLUMNS.index("onnxruntime")] for row in cells}
-    equal = [
-        row[0] for row in cells if all(row[COLUMNS.index(f"parity {mode}")][:5] == "equal" for mode in ("full", "exit"))
-    ]
-    others = [f"{family} ({what})" for family, what in status.items() if what != "yes"]
-    summary = f"{len(equal)} of {len(lines)} rows are exported and equal"
-    table = "\n".join(("| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"))
+    equal = [row[0] for row in rows if re.match(r"\de-\d\d", row[1])]
+    refused = [row for row in rows if row[1] == "refused"]
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{row[0]:{width}}  {'  '.join(row[1:])}".rstrip() for row in rows if row not in refused]
     head = INTRODUCTION.format(
-        summary=summary + (f"; not so: {', '.join(others)}." if others else "."),
-        head=table,
+        summary=f"{len(equal)} of {len(rows)} rows are exported and equal; {len(refused)} are [refused](#refused).",
+        table="\n".join(lines),
         layers=sizes.LAYERS,
         checkpoints=" and ".join(map(str, sizes.CHECKPOINTS)),
         further=next(iter(families.FURTHER)),
@@ -277,13 +279,20 @@ def page(lines: Sequence[str], families: ModuleType) -> str:
         window=sizes.WINDOW,
         new=NEW_TOKENS,
     )
-    return head + "\n".join(lines) + "\n" + classes(equal, families) + CLOSING
+    return head + REFUSED.format(groups=refused_groups(refused, families)) + classes(equal, families) + CLOSING
 
 
-def read_rows(page: Path) -> dict[str, str]:
-    """The lines of the table in a page, by family."""
-    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")][2:] if page.exists() else []
-    return {line.removeprefix("| ").split(" | ")[0]: line for line in lines}
+def read_rows(page: Path) -> dict[str, Cells]:
+    """Returns the cells of the page's rows, by family; those that are refused have no features there."""
+    rows: dict[str, Cells] = {}
+    text = page.read_text() if page.exists() else ""
+    for line in text.partition("```text\n")[2].partition("\n```")[0].splitlines():
+        family, result, features, *notes = re.split(" {2,}", line)
+        rows[family] = family, result, features, "".join(notes)
+    for line in text.partition("## Refused\n")[2].partition("\n## ")[0].splitlines():
+        group, _, sentence = line.removeprefix("- ").partition(": ")
+        rows.update({family: (family, "refused", "-", sentence) for family in group.split(", ") if sentence})
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,10 +316,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.only or families.FAMILIES:
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(make_row(families, name, Path(folder)))
-            print(rows[-1].markdown(), flush=True)
+            print("  ".join(rows[-1].cells()), flush=True)
             if options.update or not options.only:  # row by row, so that an interrupted run keeps what it has
-                lines = {**read_rows(options.output), name: rows[-1].markdown()}
-                options.output.write_text(page([lines[key] for key in families.FAMILIES if key in lines], families))
+                known = {**read_rows(options.output), name: rows[-1].cells()}
+                options.output.write_text(page([known[key] for key in families.FAMILIES if key in known], families))
     finally:  # main may be called from a program that has a log of its own
         logger.setLevel(level)
     return 0 if all(row.expected for row in rows) else 1

@@ -156,26 +156,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     results[name], speed = timed(engines[name], prompts[:size], given, options.new_tokens)
                     speeds[name].append(speed)
             equal, tokens = equal_tokens(results[options.engine], alone[:size]), size * options.new_tokens
-            rows.append(
-                {
-                    "mode": mode,
-                    "sequences": size,
-                    "speeds": {name: median(values) for name, values in speeds.items()},
-                    "equal": equal,
-                    "tokens": tokens,
-                    "alone": equal_tokens(results[options.engine], found[:size]),
-                }
-            )
+            beside = equal_tokens(results[options.engine], found[:size])
+            row = {"mode": mode, "sequences": size, "equal": equal, "tokens": tokens, "alone": beside}
+            rows.append({**row, "speeds": {name: median(values) for name, values in speeds.items()}})
             if info.precision == "fp32" and equal < tokens:
                 wrong.append(f"{mode}, {size} sequences: {equal} of {tokens} tokens equal the reference's")
-    return {
-        "bundle": options.bundle.name,
-        "precision": info.precision,
-        "engine": options.engine,
-        "steps": steps,
-        "rows": rows,
-        "wrong": wrong,
-    }
+    about = {"bundle": options.bundle.name, "precision": info.precision, "engine": options.engine}
+    return {**about, "steps": steps, "rows": rows, "wrong": wrong}
 
 
 def equal_tokens(found: list[Generation], expected: list[Generation]) -> int:

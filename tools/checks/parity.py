@@ -1,6 +1,6 @@
 """Compares a bundle token for token on a model and a text: full depth with Hugging Face, exits with the oracle.
 
-    python tools/checks/parity.py MODEL --dataset SPEC --checkpoints 4,8,12 [--routers FILE] [--markdown FILE]
+    python tools/checks/parity.py MODEL --dataset SPEC --checkpoints 4,8,12 [--routers FILE]
 
 Exports MODEL twice: with calibrated routers (or `--routers`) and with seeded random ones whose scores spread over [0,
 1]. Both run 64 prompts x 64 tokens at full depth, in lossless mode and at thresholds .3 .5 .7 .85 .95, a part of them
@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
+from tide_export.common.progress import stage
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.flow import export
-from tide_export.progress import stage
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, load
@@ -91,7 +91,6 @@ def main() -> int:
     parser.add_argument("--longest-prompt", type=int, default=600)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     checkpoints = tuple(int(c) for c in arguments.checkpoints.split(","))
@@ -127,8 +126,6 @@ def main() -> int:
     )
     text = "\n".join([head, *table, "", "HOLDS" if holds else "DOES NOT HOLD"])
     print(text)
-    if arguments.markdown:
-        arguments.markdown.write_text(text + "\n")
     return 0 if holds else 1
 
 

@@ -20,29 +20,37 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGE = "tide_export"
-# Bottom to top. A unit imports only from lower floors, not from its own.
-FLOORS = (
-    ("errors", "formatting", "names", "progress", "version"),
-    ("values",),
-    ("config", "files", "thresholds"),
-    ("bundle",),
-    ("hub", "runtime"),
-    ("model", "serving"),
-    ("data",),
-    ("quantize", "routers"),
-    ("trace",),
-    ("calibration",),
-    ("compose",),
-    ("heads", "lower"),
-    ("engines",),
-    ("report", "tuning", "verify"),
-    ("adaptation",),
-    ("drafting",),
-    ("pipeline",),
-    ("cli",),
-    (PACKAGE,),
-)
-FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
+# Bottom to top: why each floor stands where it does, and its units. A unit imports only from lower floors, not from its
+# own.
+FLOORS = {
+    "Every unit may raise these errors and use these names; they import nothing.": ("errors", "names"),
+    "Helpers that know neither models nor bundles.": ("common", "graph"),
+    "Thresholds are checked alike in a manifest, an option and a report.": ("thresholds",),
+    "A bundle is the contract between what makes one and what runs one.": ("bundle",),
+    "Each needs bundles alone: to share them, to run them, and to know a source model by their fields.": (
+        "hub",
+        "model",
+        "runtime",
+    ),
+    "Each adds one thing to those below: answers to requests, engines, texts, quantized weights, routers.": (
+        "data",
+        "engines",
+        "quantize",
+        "routers",
+        "serving",
+    ),
+    "A traced model, fitted routers and tuned thresholds are what a bundle is made of.": (
+        "calibration",
+        "trace",
+        "tuning",
+    ),
+    "Works on what was traced or calibrated.": ("adaptation", "compose", "report"),
+    "Composed graphs get one engine's operators.": ("lower",),
+    "Uses composed and lowered graphs: to add a drafter, to check a bundle.": ("drafting", "verify"),
+    "Runs every stage of an export in order.": ("pipeline",),
+    "What users call: commands, and the public API.": ("cli", PACKAGE),
+}
+FLOOR = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit in units}
 MAX_LINES = 400
 
 Arrows = set[tuple[str, str]]  # importer, imported

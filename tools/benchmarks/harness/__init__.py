@@ -1,1 +1,1 @@
-"""Shared by the benchmarks: graphs to compare, interleaved timing, and the cases of each engine."""
+"""Shared by the benchmarks: prompts in a chat template, and runtimes in processes of their own."""

@@ -6,7 +6,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tide_export.bundle.opened import Bundle
-from tide_export.runtime.tokenizer import BundleTokenizer, read_prompts
+from tide_export.common.prompt_files import read_prompts
+from tide_export.runtime.tokenizer import BundleTokenizer
 
 
 def chat_prompts(bundle: Bundle, file: Path) -> list[list[int]]:

@@ -25,7 +25,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,19 +40,21 @@ class Job(NamedTuple):
     batch: int  # sequences decoded at the same time, at most
 
 
-class Runtime(Protocol):
+class Runtime:
     """A loaded model."""
 
     version: str
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
         """Seconds until every prompt has its first token, and of the tokens - 1 that follow in each."""
+        raise NotImplementedError
 
     def nll(self, ids: Sequence[int]) -> list[float]:
-        """Nats of the tokens after the first, each read after the one before it."""
+        """Nats of the tokens after the first, each read after the one before it; none where there are no logits."""
+        return []
 
 
-class Tide:
+class Tide(Runtime):
     """tide_export's engine, at full depth or in another mode: `file` is BUNDLE or BUNDLE:MODE."""
 
     def __init__(self, job: Job) -> None:
@@ -89,7 +91,43 @@ class Tide:
         return [nats(sequence.step([token]).logits, following) for token, following in pairwise(ids)]
 
 
-class LlamaCpp:
+class Transformers(Runtime):
+    """Hugging Face's model in eager PyTorch, in float32: `file` is its folder."""
+
+    def __init__(self, job: Job) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(job.threads)
+        torch.set_grad_enabled(False)
+        self.version = f"transformers {transformers.__version__}"
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(job.file, dtype=torch.float32)
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        past, logits = self._read(prompts, None, len(prompts[0]))
+        first = time.perf_counter()
+        for step in range(1, tokens):
+            past, logits = self._read(logits.argmax(-1, keepdims=True), past, len(prompts[0]) + step)
+        return first - started, time.perf_counter() - first
+
+    def nll(self, ids: Sequence[int]) -> list[float]:
+        past, values = None, []
+        for length, (token, following) in enumerate(pairwise(ids), 1):
+            past, logits = self._read([[token]], past, length)
+            values.append(nats(logits[0], following))
+        return values
+
+    def _read(self, ids: Any, past: Any, length: int) -> tuple[Any, np.ndarray]:
+        """Reads tokens [B, n], which make each sequence `length` long; the cache, and logits [B, V] of the last."""
+        import torch
+
+        mask = torch.ones((len(ids), length), dtype=torch.int64)
+        read = self._model(torch.tensor(np.asarray(ids)), attention_mask=mask, past_key_values=past, use_cache=True)
+        return read.past_key_values, read.logits[:, -1].numpy()
+
+
+class LlamaCpp(Runtime):
     """llama.cpp by its own C functions, as its command line calls them: `file` is a GGUF file, or one followed by
     `:no-flash`, without flash attention, which on a CPU reads prompts sooner and decodes more slowly."""
 
@@ -157,7 +195,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, index), (self._vocab_size,))
 
 
-class Genai:
+class Genai(Runtime):
     """ONNX Runtime GenAI's own loop (`Generator`): `file` is the folder that its builder made."""
 
     def __init__(self, job: Job) -> None:
@@ -195,7 +233,7 @@ class Genai:
         return self._api.Generator(self._model, settings)
 
 
-class OpenVino:
+class OpenVino(Runtime):
     """OpenVINO GenAI's `LLMPipeline`: `file` is a folder of OpenVINO's format. It gives no logits."""
 
     def __init__(self, job: Job) -> None:
@@ -221,11 +259,8 @@ class OpenVino:
         first = result.perf_metrics.get_ttft().mean / 1e3
         return first, total - first
 
-    def nll(self, ids: Sequence[int]) -> list[float]:
-        return []
 
-
-class Server:
+class Server(Runtime):
     """llama-server of llama.cpp or ik_llama.cpp, timed by itself: `file` is its command with the model and options,
     such as `bin/llama-server -m f.gguf --spec-type ngram-mod`. It gives no logits."""
 
@@ -257,9 +292,6 @@ class Server:
         first = max(timing["prompt_ms"] for timing in timings) / 1e3
         return first, time.perf_counter() - started - first
 
-    def nll(self, ids: Sequence[int]) -> list[float]:
-        return []
-
     def _complete(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         wanted = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "top_k": 1, "ignore_eos": True}
         body = json.dumps(wanted | {"cache_prompt": False}).encode()
@@ -280,13 +312,8 @@ class Server:
             return False
 
 
-RUNTIMES: dict[str, Callable[[Job], Runtime]] = {
-    "tide": Tide,
-    "llama.cpp": LlamaCpp,
-    "genai": Genai,
-    "openvino": OpenVino,
-    "server": Server,
-}
+RUNTIMES: dict[str, Callable[[Job], Runtime]] = {"tide": Tide, "eager": Transformers, "llama.cpp": LlamaCpp}
+RUNTIMES |= {"genai": Genai, "openvino": OpenVino, "server": Server}
 
 
 def end_with_parent() -> None:
