@@ -1,5 +1,5 @@
 // TideCandidate and TideLensCandidate: what the head reads of sequences' last tokens should they exit after a segment,
-// and the router's scores of them (tide_export/compose/candidate_op.py defines both).
+// and the router's scores of them (tide_export/compose/checkpoint_op.py defines both).
 #pragma once
 
 #include "onnxruntime_abi.h"

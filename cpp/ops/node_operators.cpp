@@ -148,6 +148,8 @@ struct Operators {
       operator_of("TideRecurrence",
                   {kFloat, kFloat, kFloat, kFloat, kFloat, kFloat, kInt64, kInt64, kFloat, kInt64},
                   {kFloat, kFloat, kFloat}, 0, 7),
+      operator_of("TideGate", {kFloat, kFloat}, {kFloat}, 0, 1),
+      operator_of("TideLora", {kFloat, kFloat, kFloat, kInt64, kInt64}, {kFloat}, 0, 3),
       operator_of("TideLayers", {kAnything}, {kAnything}, 0, 0),
   };
   std::vector<NodeOperator> of_integers{
@@ -173,6 +175,8 @@ std::unique_ptr<Node> node_of(std::string const& name, Attributes const& attribu
   if (name == "TideInt8PagedAttention") return attention_node(true, attributes);
   if (name == "TideCausalConv") return causal_conv_node(attributes);
   if (name == "TideRecurrence") return recurrence_node();
+  if (name == "TideGate") return gate_node();
+  if (name == "TideLora") return lora_node(attributes);
   if (name == "TideLayers" || name == "TideIntegerLayers") return layers_node(attributes.text("nodes"));
   if (name == "RMSNormalization") return norm_node(false, false, attributes);
   if (name == "LayerNormalization") return norm_node(true, false, attributes);

@@ -17,6 +17,8 @@ std::unique_ptr<Node> norm_node(bool layer, bool skip, Attributes const& attribu
 std::unique_ptr<Node> add_node();
 std::unique_ptr<Node> causal_conv_node(Attributes const& attributes);
 std::unique_ptr<Node> recurrence_node();
+std::unique_ptr<Node> gate_node();
+std::unique_ptr<Node> lora_node(Attributes const& attributes);
 // Nodes that share their threads: TideLayers. Throws std::invalid_argument if it cannot read `text`.
 std::unique_ptr<Node> layers_node(std::string const& text);
 

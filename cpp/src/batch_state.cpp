@@ -26,12 +26,15 @@ BatchState::~BatchState() {
 
 std::size_t BatchState::free_slots() const { return batch_->free_slots(); }
 
-std::size_t BatchState::join(std::vector<double> const& thresholds, std::int64_t max_pending) {
+std::size_t BatchState::join(std::vector<double> const& thresholds, std::int64_t max_pending,
+                             std::optional<std::string> const& adapter) {
+  std::int64_t const row = adapter_of(*backend_, adapter);
   check_thresholds(backend_->manifest(), thresholds);
   whole_number("max_pending", max_pending, 0);
   if (batch_->free_slots() == 0) throw GenerationError("the batch has no free slot: let a sequence leave first");
   std::size_t const slot = or_generation_error("cannot start a sequence",
                                                [&] { return batch_->join(thresholds, max_pending); });
+  batch_->sequence(slot).adapter = row;
   taken_[slot] = true;
   return slot;
 }

@@ -90,7 +90,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
     check_prompt(manifest(), prompts[i], "prompt " + std::to_string(i + 1));
   }
   auto const request = std::make_shared<Request>(
-      backend_->bundle(), resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
+      *backend_, resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
   if (prompts.empty()) return {};
   backend_->process().check();
   SchedulerLimits limits;
@@ -135,7 +135,7 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits, std::optional<AuditCo
 GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<std::size_t> prompts) const {
   auto const sequences = static_cast<std::int64_t>(prompts.value_or(1));
   GenerationConfig resolved = without_auto(backend_->bundle(), config, auto_mode(sequences), prompts.has_value());
-  Request const request(backend_->bundle(), resolved, prompts);
+  Request const request(*backend_, resolved, prompts);
   if (prompts) resolved.compaction_threshold = request.compaction_threshold;
   return resolved;
 }
@@ -180,11 +180,17 @@ Tokenizer Engine::tokenizer(std::optional<std::filesystem::path> const& library)
   return open_tokenizer(backend_->bundle(), library);
 }
 
-State Engine::start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending) const {
+State Engine::start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending,
+                    std::optional<std::string> const& adapter) const {
   backend_->process().check();
   check_thresholds(manifest(), thresholds);
   std::int64_t const limit = pending_limit(manifest(), max_pending);
-  return or_generation_error("cannot start a sequence", [&] { return State(backend_, thresholds, limit); });
+  std::int64_t const row = adapter_of(*backend_, adapter);
+  return or_generation_error("cannot start a sequence", [&] {
+    State state(backend_, thresholds, limit);
+    state.use_adapter(row);
+    return state;
+  });
 }
 
 }  // namespace tide

@@ -1,4 +1,4 @@
-// Formats values in messages, as Python does.
+// Formats values in messages as Python does.
 #pragma once
 
 #include <filesystem>

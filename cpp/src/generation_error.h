@@ -1,4 +1,4 @@
-// Turns what a generation may fail with into one sentence.
+// Converts the exceptions of a generation to a GenerationError of one sentence.
 #pragma once
 
 #include <new>

@@ -1,4 +1,4 @@
-// The fixed names of tensors and files, those of tide_export/names.py.
+// Defines the fixed names of tensors and files, as tide_export/names/ and tide_export/bundle/file_names.py do.
 #pragma once
 
 #include <cstddef>
@@ -31,6 +31,8 @@ constexpr char const* kSequenceStarts = "sequence_starts";    // int64 [R + 1], 
 constexpr char const* kPageTable = "page_table";              // int32 [R, J], the pages of each sequence
 std::string pages(std::size_t layer, char const* kind);       // [pages, heads, page_tokens, width]; kind: of kKinds
 std::string new_pages(std::size_t layer, char const* kind);   // the same pages after the step
+constexpr char const* kLoraWeights = "lora_weights";          // float32 [A, T], a row of each adapter; zeros: of none
+constexpr char const* kAdapters = "adapters";                 // int64 [R], each sequence's row
 constexpr char const* kStatePlaces = "state_places";          // int64 [R, 2], of each sequence's states, and settled tokens
 std::string states(std::int64_t layer, std::int64_t number);      // float32 [places, ..], a recurrent state
 std::string new_states(std::int64_t layer, std::int64_t number);  // the same after the step

@@ -1,5 +1,5 @@
-// The process that an object belongs to. A child that is forked has copies of all objects and none of the threads that they
-// wait for, so that it can neither use them nor free them.
+// Records the process that an object belongs to. A forked child has copies of all objects but none of the threads that they
+// wait for, so it can neither use nor free them.
 #pragma once
 
 #include <unistd.h>

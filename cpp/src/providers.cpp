@@ -45,6 +45,12 @@ void check(Bundle const& bundle, LoadOptions const& options) {
       throw ProviderError("provider '" + provider + "' runs no engine that could hold plugins: omit plugins");
     }
   }
+  if (!options.adapters.empty() && !bundle.manifest.model.lora) {
+    throw ConfigError("bundle " + quoted(bundle.path) + " has no room for adapters: export it with --lora-rank");
+  }
+  if (!options.adapters.empty() && provider != "auto" && provider != "cpu") {
+    throw ProviderError("adapters are for provider 'cpu', not '" + provider + "': omit adapters");
+  }
   if (options.threads && runs_on_gpu(provider)) {
     throw ProviderError("threads are for the CPU, and provider '" + provider + "' runs on the GPU: omit threads");
   }
@@ -117,9 +123,9 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   for (std::string const& sentence : sentences) log(sentence);
   if (opened) return opened;
   if (options.provider == kNetworks) return open_networks(std::move(bundle), options.threads);
-  if (!options.graph) return std::make_shared<PagedBackend>(std::move(bundle), options.threads);
+  if (!options.graph) return std::make_shared<PagedBackend>(std::move(bundle), options.threads, options.adapters);
   std::string const graph = content_of(*options.graph);
-  return std::make_shared<PagedBackend>(std::move(bundle), options.threads, &graph);
+  return std::make_shared<PagedBackend>(std::move(bundle), options.threads, options.adapters, &graph);
 }
 
 }  // namespace tide

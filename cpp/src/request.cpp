@@ -142,12 +142,14 @@ std::vector<std::string> stop_strings(GenerationConfig const& config) {
 
 }  // namespace
 
-Request::Request(Bundle const& bundle, GenerationConfig const& config, std::optional<std::size_t> prompts)
+Request::Request(Backend const& backend, GenerationConfig const& config, std::optional<std::size_t> prompts)
     : mode(config.mode),
       max_new_tokens(whole_number("max_new_tokens", config.max_new_tokens, 1)),
-      thresholds(resolve_thresholds(bundle.manifest, config)),
-      drafts(draft_limits(bundle, config)),
-      max_pending(drafts ? kNoLimit : pending_limit(bundle.manifest, config.max_pending)) {
+      thresholds(resolve_thresholds(backend.manifest(), config)),
+      drafts(draft_limits(backend.bundle(), config)),
+      max_pending(drafts ? kNoLimit : pending_limit(backend.manifest(), config.max_pending)),
+      adapter(adapter_of(backend, config.adapter)) {
+  Bundle const& bundle = backend.bundle();
   auto const seeds = prompts ? seeds_of(config, *prompts) : std::vector{single_seed(config)};
   for (std::optional<std::int64_t> const seed : seeds) samplers.emplace_back(config, seed);
   check_sampling(config);
@@ -190,6 +192,14 @@ GenerationConfig without_auto(Bundle const& bundle, GenerationConfig config, std
     config.min_layers = 0;
   }
   return config;
+}
+
+std::int64_t adapter_of(Backend const& backend, std::optional<std::string> const& name) {
+  std::int64_t const adapter = name ? backend.adapter(*name) : 0;
+  if (name && adapter == 0) {
+    throw GenerationError("adapter '" + *name + "' is none of those that the bundle was loaded with");
+  }
+  return adapter;
 }
 
 std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t minimum) {

@@ -1,5 +1,5 @@
-// A `GenerationConfig` checked and completed from a bundle's manifest before any step is run. All functions throw
-// GenerationError in a sentence that names the option.
+// Checks a `GenerationConfig` and completes it from a bundle's manifest before any step. All functions throw GenerationError
+// with a sentence that names the option.
 #pragma once
 
 #include <optional>
@@ -20,7 +20,7 @@ class Backend;
 struct Request {
   // config: its mode is not `automatic`.
   // prompts: how many there are in a list of prompts; none: one prompt that is not in a list.
-  Request(Bundle const& bundle, GenerationConfig const& config, std::optional<std::size_t> prompts);
+  Request(Backend const& backend, GenerationConfig const& config, std::optional<std::size_t> prompts);
 
   Mode mode;
   std::int64_t max_new_tokens;
@@ -32,6 +32,7 @@ struct Request {
   std::set<std::int64_t> stop_token_ids;
   std::vector<std::string> stop;  // none is empty
   Detokenizer detokenizer;        // none: no text is made
+  std::int64_t adapter;           // as `Backend::adapter` gives it
   bool states;                    // whether the generation gets its states
   std::optional<std::size_t> prompt_logprobs;  // the most likely tokens to return for each of the prompt's; none: nothing
 
@@ -46,6 +47,9 @@ struct Request {
 // does not have. Which options are accepted does not depend on what was measured. `batched`: for a list of prompts.
 GenerationConfig without_auto(Bundle const& bundle, GenerationConfig config, std::optional<AutoMode> const& measured,
                               bool batched);
+
+// The number of the adapter of this name, as `Backend::adapter` gives it; 0 without a name. Throws: there is none.
+std::int64_t adapter_of(Backend const& backend, std::optional<std::string> const& name);
 
 // Throws unless `value` is `minimum` or more; returns it.
 std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t minimum);

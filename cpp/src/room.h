@@ -1,4 +1,4 @@
-// Lets what changes several things at once fail before it changes any.
+// Reserves memory first, so that a change of several things fails before any is changed.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// The interfaces of a backend, which runs an opened bundle, of one sequence on it, behind `State`, and of several, which a
-// scheduler steps. The step graph decides by itself how deep a token goes (paged/step_graph.cpp); with a network per segment
-// the step does (paged/batch.cpp, segmented/steps.cpp).
+// Declares the interfaces of a backend, which runs an opened bundle, of one sequence on it (used by `State`), and of a batch
+// (used by a scheduler). The step graph itself decides how deep a token goes (paged/step_graph.cpp); with one network per
+// segment, the step decides (paged/batch.cpp, segmented/steps.cpp).
 #pragma once
 
 #include <cstddef>
@@ -32,6 +32,7 @@ class Sequence {
   virtual std::int64_t limit() const = 0;                                   // tokens it may have, at most
 
   std::int64_t settled = kNoLimit;  // tokens that a rewind will not remove, but those of the next step
+  std::int64_t adapter = 0;        // as `Backend::adapter` gives it
   std::size_t candidates = 0;  // how many of the largest logits who steps it needs; 0: all
   bool scores = true;          // whether who steps it alone reads the router's scores
   bool states = false;         // whether who steps it needs final states
@@ -54,6 +55,7 @@ class SequenceState {
 
   std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
   std::int64_t settled = kNoLimit;    // tokens that a rewind will not remove, but those of the next step
+  std::int64_t adapter = 0;           // as `Backend::adapter` gives it
   std::size_t candidates = 0;         // how many of the largest logits who steps it needs; 0: all
   bool scores = true;                 // whether who steps it alone reads the router's scores
   bool states = false;                // whether who steps it needs final states
@@ -127,6 +129,9 @@ class Backend {
     bool const drafts = manifest().drafter && manifest().drafter->layers.empty();
     return drafts ? start_drafts(slots) : nullptr;
   }
+
+  // The number of a loaded adapter, 1 or more; 0: there is none of this name.
+  virtual std::int64_t adapter(std::string const&) const { return 0; }
 
   virtual std::size_t max_batch_size() const = 0;  // sequences that a batch can have; 1: there are no batches
 

@@ -46,6 +46,8 @@ void State::use_candidates(std::size_t count) {
 
 void State::settle(std::int64_t tokens) { sequence_->settled = tokens; }
 
+void State::use_adapter(std::int64_t adapter) { sequence_->adapter = adapter; }
+
 void State::use_states(bool states) { sequence_->states = states; }
 
 void State::rewind(std::int64_t length) {

@@ -121,12 +121,12 @@ TokenStream Engine::open_stream(std::vector<std::int64_t> const& prompt, Generat
                                 std::function<bool(Token const&)> on_token) const {
   check_prompt(manifest(), prompt, "the prompt");
   GenerationConfig const resolved = without_auto(backend_->bundle(), config, auto_mode(), false);
-  auto request = std::make_unique<Request>(backend_->bundle(), resolved, std::nullopt);
+  auto request = std::make_unique<Request>(*backend_, resolved, std::nullopt);
   if (request->states && request->mode == Mode::exit) {
     throw GenerationError("states in mode 'exit' is for lists of prompts and schedulers: one sequence's graph gives no "
                           "states of exits");
   }
-  State state = start(request->thresholds, request->max_pending);
+  State state = start(request->thresholds, request->max_pending, resolved.adapter);
   return TokenStream(
       std::make_unique<TokenStream::Impl>(backend_, std::move(state), prompt, std::move(request), std::move(on_token)));
 }

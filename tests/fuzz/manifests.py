@@ -8,26 +8,20 @@ from bundles import make_manifest
 
 from tide_export.bundle.drafter_field import DrafterInfo
 from tide_export.bundle.engine_fields import BuiltEngine, EmbeddingInfo, EnginesInfo, NetworksInfo, PluginsInfo, Profile
+from tide_export.bundle.file_names import DRAFTER_FILE, EMBEDDING_FILE, GRAPH_FILE, engine_file, network_file
 from tide_export.bundle.manifest import Drafting, FileInfo, Manifest, Quantization
-from tide_export.bundle.model_info import StateInfo
-from tide_export.names import (
-    AFTER_SEGMENTS,
-    DRAFTER,
-    DRAFTER_FILE,
-    EMBEDDING_FILE,
-    GRAPH_FILE,
-    engine_file,
-    network_file,
-    segment,
-)
+from tide_export.bundle.model_info import LoraInfo, LoraTarget, StateInfo
+from tide_export.names.networks import AFTER_SEGMENTS, DRAFTER, segment_name
 
 STATES = (StateInfo(0, 0, (35, 8), 32), StateInfo(0, 2, (2, 17), 32), StateInfo(0, 3, (32, 12), 32))
 
+LORA = LoraInfo(4, (LoraTarget("layers.0.q", 0, 8, 8), LoraTarget("layers.1.up", 1, 8, 16)))
+
 
 def manifests() -> list[dict[str, Any]]:
-    """One of each kind: plain, quantized, with networks and engines, with a drafter, with recurrent states."""
+    """One of each kind: plain, quantized, with networks and engines, a drafter, recurrent states, room for adapters."""
     plain = make_manifest()
-    parts = [*(segment(k) for k in range(len(plain.segment_sizes))), *AFTER_SEGMENTS]
+    parts = [*(segment_name(k) for k in range(len(plain.segment_sizes))), *AFTER_SEGMENTS]
     networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8, "int4", EmbeddingInfo(2, 1, True))
     profiles = (Profile("decode", 1, 1, 1, 1), Profile("batch-decode", 1, 1, 1, 2))
     plugins, built = PluginsInfo("0.1.0", "cd" * 32, ("segment_00",)), dict.fromkeys(parts, BuiltEngine(9, 8, 7, 2, 1))
@@ -55,6 +49,7 @@ def manifests() -> list[dict[str, Any]]:
             drafter=DrafterInfo(plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, (2, 8), 32, (), {"minutes": 3}),
         ),
         replace(plain, model=replace(plain.model, kv_shapes=((0, 0), *plain.model.kv_shapes[1:]), states=STATES)),
+        replace(plain, model=replace(plain.model, lora=LORA)),
     ]
     drafts = [DRAFTER_FILE, network_file(DRAFTER), engine_file(DRAFTER)]
 

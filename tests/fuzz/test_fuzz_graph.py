@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 
 from tiny_model import TinyModel
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE, MANIFEST_FILE, WEIGHTS_FILE
 from tide_export.bundle.store import write_manifest
 
 TINY = TinyModel(layers=3, checkpoints=(1, 2), vocabulary=8)
@@ -38,9 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bundle = tmp_path_factory.mktemp("graphs")
     onnx.save(
         TINY.described(),
-        bundle / names.GRAPH_FILE,
+        bundle / GRAPH_FILE,
         save_as_external_data=True,
-        location=names.WEIGHTS_FILE,
+        location=WEIGHTS_FILE,
         size_threshold=0,
     )
     return bundle
@@ -51,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mutated_graphs(child: Child, folder: Path, random: Random) -> None:
     whole = folder / "whole.onnx"
     if not whole.exists():
-        whole.write_bytes((folder / names.GRAPH_FILE).read_bytes())
+        whole.write_bytes((folder / GRAPH_FILE).read_bytes())
     data = mutated_graph(random, onnx.load(whole, load_external_data=False))
-    (folder / names.GRAPH_FILE).write_bytes(data)
+    (folder / GRAPH_FILE).write_bytes(data)
     write_manifest(folder, TINY.manifest())
     answer = child.run(folder)
     assert answer.startswith(OUTCOMES), answer
@@ -67,9 +67,7 @@ def test_mutated_manifests_of_a_good_graph(
     bundle = tmp_path_factory.getbasetemp() / "good"
     if not bundle.exists():
         TINY.write(bundle)
-        (bundle / "whole.json").write_bytes((bundle / names.MANIFEST_FILE).read_bytes())
-    (bundle / names.MANIFEST_FILE).write_text(
-        mutated_json(random, json.loads((bundle / "whole.json").read_text()), times=2)
-    )
+        (bundle / "whole.json").write_bytes((bundle / MANIFEST_FILE).read_bytes())
+    (bundle / MANIFEST_FILE).write_text(mutated_json(random, json.loads((bundle / "whole.json").read_text()), times=2))
     answer = child.run(bundle)
     assert answer.startswith(OUTCOMES), answer

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from manifests import TEXTS, manifests
 from mutations import mutated_bytes, mutated_json
 
+from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.inspect import describe_bundle, render
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import BundleError
-from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.native import created
 
 KINDS = manifests()

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from tide_export.errors import TideError
 from tide_export.model.source import SourceModel, load_model, wrap_model
-from tide_export.pipeline.contents import context_length
+from tide_export.pipeline.preflight import context_length
 from tide_export.routers.router import Lens, Router
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.recurrence import refuse_unknown_state

@@ -18,6 +18,7 @@ from running_server import GREEDY, KEY, PROMPT, Running, free_port, text_of
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.serving.config import ServerConfig
+from tide_export.serving.protocol import ApiError, ChatRequest
 from tide_export.serving.service import Service
 
 
@@ -225,8 +226,9 @@ def test_what_conversations_are_refused(server: Running, demo_bundle: Path) -> N
         answer = server.http.post("/v1/chat/completions", json={"model": "demo", "messages": messages})
         assert answer.status_code == 400
         assert reason in answer.json()["error"]["message"]
-    service = Service(load(demo_bundle, provider="cpu", threads=1), ServerConfig())
-    assert "takes no conversations" in service._no_template
+    asked = ChatRequest(model="demo", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(ApiError, match="takes no conversations"):
+        Service(load(demo_bundle, provider="cpu", threads=1), ServerConfig(model_name="demo")).prompts(asked)
 
 
 def test_paths_keys_and_health(server: Running) -> None:

@@ -1,4 +1,4 @@
-"""Records what mode `auto` is in one bundle: `export` and `tune` measure it, the runtimes read it."""
+"""Records the mode that `auto` means in a bundle: `export` and `tune` measure it, runtimes read it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ MODES = ("full", "exit", "lossless")
 
 @dataclass(frozen=True)
 class AutoMode:
-    """The fastest mode whose tokens differ from full depth's in at most a share `epsilon`, measured on one machine."""
+    """The fastest mode that changes at most a share `epsilon` of the tokens, measured on one machine."""
 
     mode: str  # one of MODES
     thresholds: tuple[float, ...]  # of mode exit, one per checkpoint, in [0, 1]; all 1: none keeps to `epsilon`
@@ -21,12 +21,16 @@ class AutoMode:
     slots: int | None = None  # sequences at once for which `mode` was faster too; None, not written: one
 
     def of(self, slots: int) -> "AutoMode | None":
-        """What mode `auto` is for so many sequences at once; None: full depth, as nothing else was measured to pay."""
+        """Returns the mode for `slots` concurrent sequences; None: full depth, as no other was faster."""
         return self if slots <= (self.slots or 1) else None
 
 
 def sentence(auto: AutoMode | None) -> str:
-    """Says what mode `auto` does, for one sequence and for several at once, and why; `auto` as `Engine.auto`."""
+    """Describes what mode `auto` does and why, for one sequence and for several.
+
+    Args:
+        auto: as `Engine.auto`; None: not measured.
+    """
     if auto is None:
         return "mode auto is full depth: what exits gain on this provider was not measured (tide-export tune does)"
     share = f"{100 * auto.epsilon:g} % of the tokens"

@@ -1,4 +1,4 @@
-"""The field `drafter` of `tide.json`: what a runtime needs to know of a bundle's drafter, and how it was made."""
+"""The field `drafter` of `tide.json`: a drafter's properties for the runtime, and its provenance."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ RANGES = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*")
 
 @dataclass(frozen=True)
 class DrafterInfo:
-    """A drafter, whose network is `drafter.onnx`."""
+    """A drafter whose network is `drafter.onnx`."""
 
     weights_sha256: str  # of the model that it was trained for, as `model.weights_sha256`
     tokens: str  # ids that it can propose, ascending: "0-3,7" (see `token_ranges`)
@@ -38,7 +38,7 @@ def token_ranges(ids: Iterable[int]) -> str:
 
 
 def ranges_of(text: str) -> list[tuple[int, int]]:
-    """Returns the first and last id of each range of a text like "0-3,7"; empty: it is none, or not ascending."""
+    """Parses text like "0-3,7" into (first, last) ranges; empty if it is malformed or not ascending."""
     if not RANGES.fullmatch(text):
         return []
     pairs = [(int(ends[0]), int(ends[-1])) for ends in (part.split("-") for part in text.split(","))]
@@ -56,7 +56,7 @@ def check_drafter(
     num_layers: int,
     require: Callable[[bool, str, str], None],
 ) -> None:
-    """Checks the field against the model's: see `manifest._check`."""
+    """Checks the field against the model's fields, for `manifest._check`."""
     require(
         drafter.weights_sha256 == weights_sha256,
         "drafter.weights_sha256",

@@ -1,4 +1,4 @@
-"""The fields `networks` and `engines` of `tide.json`: a bundle's segment networks, and the engines built from them."""
+"""The fields `networks` and `engines` of `tide.json`: segment networks and engines built from them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ INT4, FP8 = "int4", "fp8"
 
 @dataclass(frozen=True)
 class EmbeddingInfo:
-    """The embedding that networks take as an input: a file of its own, on the GPU once for all that read it."""
+    """The embedding that networks take as an input, stored in a file and on the GPU only once."""
 
     rows: int  # tokens
     width: int
@@ -31,7 +31,7 @@ class NetworksInfo:
 
     @property
     def precision(self) -> str:
-        """What rounds most in them: fp32, fp16, bf16 or fp8."""
+        """The least precise type of their arithmetic: fp32, fp16, bf16 or fp8."""
         return FP8 if self.matrices == FP8 else self.weights
 
 
@@ -48,7 +48,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class PluginsInfo:
-    """The plugin library that engines were built with, and which of them hold its plugins."""
+    """The plugin library that engines were built with, and the engines that hold its plugins."""
 
     version: str  # release of tide_export; engines are loaded with that release's library alone
     sha256: str  # of the library's file
@@ -57,7 +57,7 @@ class PluginsInfo:
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """What the builder reported of one engine."""
+    """The builder's report on one engine."""
 
     weights_bytes: int  # of GPU memory
     activation_bytes: int  # of working memory, of the profile that takes most

@@ -2,8 +2,8 @@
 
 import re
 
+from tide_export.common.values import shown
 from tide_export.errors import ConfigError
-from tide_export.values import shown
 
 # Memory bandwidth in bytes per second, as NVIDIA's data sheets give it.
 GPUS = {
@@ -27,7 +27,11 @@ BANDWIDTH = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?([GT])B/s", re.IGNORECAS
 
 
 def bandwidth_of(gpu: str) -> tuple[str, float]:
-    """Name and bytes per second of a GPU, or of a bandwidth in TB/s or GB/s. Raises ConfigError: neither."""
+    """Returns name and memory bandwidth, in bytes per second, of a GPU or of text such as `1.2TB/s`.
+
+    Raises:
+        ConfigError: the text is neither a known GPU nor a bandwidth in TB/s or GB/s.
+    """
     for name, known in GPUS.items():
         if _letters(name) == _letters(gpu):
             return name, known

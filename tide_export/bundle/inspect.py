@@ -1,7 +1,7 @@
 """`tide-export inspect`: describes a bundle, as a dictionary and as text.
 
-Reads the manifest and where segment networks keep their weights, and checks the files against the manifest, so it needs
-neither an engine nor PyTorch.
+Reads the manifest and the segment networks' list of weights, and checks the files against the manifest. Needs neither
+an engine nor PyTorch.
 """
 
 import os
@@ -12,9 +12,10 @@ from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.engine_fields import FP8, INT4
 from tide_export.bundle.kv_buffers import default_context, is_fused, kv_buffers
 from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.model_info import FLOAT_BYTES
 from tide_export.bundle.network_weights import held_size, network_weights, repeated_size
 from tide_export.bundle.opened import Bundle, open_bundle
-from tide_export.formatting import size, table
+from tide_export.common.formatting import size, table
 from tide_export.thresholds.resolve import resolve_thresholds
 
 REPORT = "report"  # where the calibration record keeps one entry per checkpoint (see `calibration.fit_router.assess`)
@@ -24,17 +25,17 @@ TUNING_COLUMNS = ("path_risk", "risk", "p_value", "layers", "passed")
 
 
 def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any]:
-    """Returns everything `inspect` prints, ready for JSON.
+    """Returns all that `inspect` prints, as JSON types.
 
     Raises:
-        BundleError: not a bundle, or a file of it is missing, truncated or (with `verify`) corrupt.
+        BundleError: the path is not a bundle, or a file is missing, truncated or (with `verify`) corrupt.
     """
     bundle = open_bundle(path, verify=verify)
     return describe_bundle(bundle, verify) | {"network_weights": _network_weights(bundle)}
 
 
 def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
-    """Returns what `inspect` prints of an open bundle, whose hashes were checked if `verified`, by its manifest."""
+    """Describes an open bundle; `verified` tells whether its hashes were checked."""
     manifest = bundle.manifest
     model = manifest.model
     return {
@@ -62,6 +63,7 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "kv_cache": manifest.kv_dtype,
         "kv_bytes_per_token": manifest.kv_token_bytes,
         "state_bytes": manifest.model.state_bytes,
+        "lora": _lora(manifest),
         "segments": _segments(bundle),
         "networks": None if manifest.networks is None else asdict(manifest.networks),
         "network_kv": _network_kv(manifest),
@@ -81,15 +83,23 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
     }
 
 
+def _lora(manifest: Manifest) -> dict[str, int] | None:
+    """Returns rank, target layers and bytes of the low-rank adapters that fit; None: no adapters."""
+    lora = manifest.model.lora
+    if lora is None:
+        return None
+    return {"rank": lora.rank, "linear_layers": len(lora.targets), "bytes": FLOAT_BYTES * lora.size}
+
+
 def _tuning_in_force(manifest: Manifest) -> bool:
-    """Whether the thresholds are those that were certified, as they are unless the manifest was edited by hand."""
+    """Returns whether the thresholds are the certified ones; false if the manifest was edited by hand."""
     record = manifest.tuning or {}
     stored = (record.get("thresholds"), record.get("min_layers"))
     return bool(record.get("certified")) and stored == (list(manifest.thresholds), manifest.min_layers)
 
 
 def _network_kv(manifest: Manifest) -> dict[str, int] | None:
-    """What the K/V of one sequence take on the GPU, and what a token at full depth moves of them, in bytes."""
+    """Returns the bytes of one sequence's K/V on the GPU, and those a token at full depth moves."""
     if manifest.networks is None:
         return None
     context, layers = default_context(manifest.networks.capacity), range(manifest.model.num_layers)
@@ -98,7 +108,7 @@ def _network_kv(manifest: Manifest) -> dict[str, int] | None:
 
 
 def _network_weights(bundle: Bundle) -> dict[str, int] | None:
-    """Bytes of the networks' weights, each network with its own, and how many of them are another network's again."""
+    """Returns the bytes of all networks' weights, and how many of them are copies of another network's."""
     networks = network_weights(bundle)
     if not networks:
         return None
@@ -106,7 +116,7 @@ def _network_weights(bundle: Bundle) -> dict[str, int] | None:
 
 
 def _segments(bundle: Bundle) -> list[dict[str, Any]]:
-    """One entry per segment: its first and last layer, and the checkpoint that ends it, if any."""
+    """Returns first and last layer of each segment, and the checkpoint at its end, if any."""
     manifest = bundle.manifest
     active = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
     segments, first = [], 0
@@ -121,6 +131,13 @@ def _segments(bundle: Bundle) -> list[dict[str, Any]]:
             }  # no score is above 1
         segments.append(entry)
     return segments
+
+
+def _adapters(lora: dict[str, int] | None) -> list[str]:
+    if lora is None:
+        return []
+    layers, each = lora["linear_layers"], size(lora["bytes"])
+    return [f"adapters   room for adapters (LoRA) up to rank {lora['rank']} of {layers} linear layers, {each} each"]
 
 
 def _quantization(described: dict[str, Any]) -> str:
@@ -147,6 +164,7 @@ def render(described: dict[str, Any]) -> str:
         f"context    {model['context_length'] or 'unlimited'} tokens, "
         f"{size(described['kv_bytes_per_token'])} of K/V in {described['kv_cache']} per token"
         + (f", {size(described['state_bytes'])} of recurrent states per sequence" if described["state_bytes"] else ""),
+        *_adapters(described["lora"]),
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
         f"exits      from {described['min_layers']} layers on; " + _pending(described),
         f"mode auto  {_auto(described['auto'])}",
@@ -176,7 +194,7 @@ def _auto(record: dict[str, Any] | None) -> str:
 
 
 def _drafter(info: dict[str, Any] | None) -> str:
-    """What the drafter is, as far as its record says it."""
+    """Describes the drafter by its record."""
     if info is None:
         return "none"
     record = info["record"] or {}
@@ -188,7 +206,7 @@ def _drafter(info: dict[str, Any] | None) -> str:
 
 
 def _network_lines(described: dict[str, Any]) -> list[str]:
-    """The networks and engines for TensorRT, if any."""
+    """Describes the networks and engines for TensorRT, if any."""
     networks, engines = described["networks"], described["engines"]
     if networks is None:
         return []
@@ -228,7 +246,7 @@ def _precision(networks: dict[str, Any]) -> str:
 
 
 def _built_table(built: dict[str, dict[str, int]]) -> str:
-    """What the builder reported of the engines."""
+    """Returns a table of the builder's reports on the engines."""
     rows = []
     for name, engine in built.items():
         fused, attentions = engine["fused_attention_layers"], engine["attention_layers"]
@@ -260,7 +278,7 @@ def _segment_row(segment: dict[str, Any]) -> list[object]:
 
 
 def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
-    """The calibration record: a line per plain field, its report per checkpoint as a table."""
+    """Formats the calibration record: a line per plain field, and a table of the report per checkpoint."""
     if not record:
         return ["calibration  none recorded (routers from elsewhere)"]
     lines = ["calibration"]
@@ -276,7 +294,7 @@ def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
 
 
 def _tuning_lines(record: dict[str, Any] | None, in_force: bool) -> list[str]:
-    """The guarantee of `tune`: a line per number, and the candidates it tested as a table."""
+    """Formats the guarantee of `tune`: a line per number, and a table of the tested candidates."""
     if not record:
         return ["thresholds  without a guarantee (see `tune`)"]
     lines = ["thresholds  certified by `tune`"]
@@ -302,7 +320,7 @@ def _short(value: object) -> object:
 
 
 def _grouped(tensors: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Tensors that differ only in a number in their name (one per layer or segment) as one row: `pages.{0..11}.key`."""
+    """Joins tensors whose names differ in one number (layer or segment): `pages.{0..11}.key`."""
     groups: dict[tuple, list[int | None]] = {}
     for tensor in tensors:
         parts = tensor["name"].split(".")

@@ -1,25 +1,25 @@
-"""What K/V buffers of the segment networks hold, and what a run copies and reads of them, in bytes.
+"""Computes the size of the segment networks' K/V buffers, and the bytes that a run copies and reads.
 
-TensorRT updates K/V in place in contiguous buffers of a fixed length alone: of the modes of its operator there is one,
+TensorRT updates K/V in place only in contiguous buffers of a fixed length: its operator has one mode,
 `KVCacheMode::kLINEAR`, whose cache must have a static length (NvInfer.h of TensorRT 11.1; TensorRT for RTX 1.7.1), and
 its attention takes lengths and no page table. So a sequence holds all rows of its buffers from its first token on. In
-plans of TensorRT for RTX 1.7.1 each run copies them once, keys and values of every row, into the layout that attention
-reads; a fused kernel then reads the blocks of 64 rows that are not masked, another one all rows. Sliding windows, which
-mask more, are not subtracted: a manifest does not name them.
+plans of TensorRT for RTX 1.7.1 each run copies keys and values of every row once into the layout that attention reads;
+a fused kernel then reads the blocks of 64 rows that are not masked, any other kernel all rows. Sliding windows, which
+mask more, are not subtracted, because a manifest does not record them.
 """
 
 from dataclasses import dataclass
 
 from tide_export.bundle.manifest import Manifest
-from tide_export.names import segment
+from tide_export.names.networks import segment_name
 
-DEFAULT_CONTEXT = 1024  # tokens in the K/V that a step is described for, where the buffers hold twice as many
-BLOCK_ROWS = 64  # that a fused attention skips together if they are masked
+DEFAULT_CONTEXT = 1024  # tokens in the K/V for which a step is described, if the buffers hold twice as many
+BLOCK_ROWS = 64  # rows that a fused attention skips together if they are masked
 
 
 @dataclass(frozen=True)
 class KvBuffers:
-    """Bytes of some layers' K/V, of one sequence."""
+    """The bytes of some layers' K/V for one sequence."""
 
     held: int  # on the GPU, however short the sequence is
     copied: int  # by each run; it reads and writes as many
@@ -27,30 +27,31 @@ class KvBuffers:
 
 
 def default_context(capacity: int) -> int:
-    """Tokens in the K/V that a step is described for: DEFAULT_CONTEXT, or half of shorter buffers."""
+    """Returns the tokens in the K/V for which a step is described: DEFAULT_CONTEXT, or half the buffers."""
     return min(DEFAULT_CONTEXT, max(1, capacity // 2))
 
 
 def is_fused(manifest: Manifest, k: int, attentions: int | None = None) -> bool:
-    """Whether one kernel computes each attention of segment k: by the builder's report, or as it builds float32 and
-    others.
+    """Returns whether one kernel computes each attention of segment k.
+
+    The builder's report tells it; without engines, it is assumed of all precisions but float32.
 
     Args:
-        attentions: attention operators of the segment's network; None: one a layer.
+        attentions: number of attention operators of the segment's network; None: one per layer.
     """
     info, engines, layers = manifest.networks, manifest.engines, manifest.segment_sizes[k]
     assert info is not None
     if engines is not None and engines.built is not None:
-        return engines.built[segment(k)].fused_attention_layers == layers
+        return engines.built[segment_name(k)].fused_attention_layers == layers
     return info.weights != "fp32" and attentions in (None, layers)
 
 
 def kv_buffers(manifest: Manifest, layers: range, context: int, fused: bool) -> KvBuffers:
-    """The K/V of some layers of the segment networks, which the manifest must have.
+    """Computes the bytes of some layers' K/V in the segment networks, which the manifest must have.
 
     Args:
-        layers: those of one network, or of all.
-        context: tokens in the buffers, the new one included.
+        layers: the layers of one network, or of all.
+        context: tokens in the buffers, including the new one.
         fused: whether one kernel computes an attention.
     """
     info, shapes = manifest.networks, manifest.model.kv_shapes
@@ -62,5 +63,5 @@ def kv_buffers(manifest: Manifest, layers: range, context: int, fused: bool) -> 
 
     sources = manifest.model.kv_read(layers)  # fewer than layers where several read the same K/V
     rows = min(info.capacity, -(-context // BLOCK_ROWS) * BLOCK_ROWS) if fused else info.capacity
-    own = [layer for layer in sources if layer in layers]
-    return KvBuffers(size(own, info.capacity), size(sources, info.capacity), size(layers, rows))
+    stored = [layer for layer in sources if layer in layers]
+    return KvBuffers(size(stored, info.capacity), size(sources, info.capacity), size(layers, rows))

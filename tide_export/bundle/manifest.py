@@ -15,24 +15,20 @@ from typing import Any
 from tide_export.bundle.auto_mode import MODES, AutoMode
 from tide_export.bundle.drafter_field import DrafterInfo, check_drafter
 from tide_export.bundle.engine_fields import FP8, INT4, EnginesInfo, NetworksInfo
-from tide_export.bundle.model_info import ModelInfo, check_model
-from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
-from tide_export.errors import BundleError
-from tide_export.names import (
-    AFTER_SEGMENTS,
-    CHECKPOINTS_METADATA,
-    CONTEXT_METADATA,
-    DRAFTER,
+from tide_export.bundle.file_names import (
     DRAFTER_FILE,
     EMBEDDING_FILE,
-    FINAL_ROW,
     GRAPH_FILE,
-    HIDDEN_SIZE_METADATA,
     MANIFEST_FILE,
     engine_file,
     network_file,
-    segment,
 )
+from tide_export.bundle.model_info import ModelInfo, check_model
+from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
+from tide_export.errors import BundleError
+from tide_export.names.networks import AFTER_SEGMENTS, DRAFTER, segment_name
+from tide_export.names.segment_networks import FINAL_ROW
+from tide_export.names.step_graph import CHECKPOINTS_METADATA, CONTEXT_METADATA, HIDDEN_SIZE_METADATA
 
 SCHEMA = "tide_export.bundle/11"
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")  # of the graph
@@ -53,8 +49,8 @@ MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
 OMITTED = (
     *("quantization", "remote_code", "auto", "kv_cache", "drafter"),
-    *("model.kv_layers", "model.states", "networks.matrices", "engines.built", "auto.slots", "drafting.drafter_cost"),
-    *("networks.embedding", "engines.copied", "drafting.max_learned", "drafter.record"),
+    *("model.kv_layers", "model.states", "model.lora", "networks.matrices", "engines.built", "auto.slots"),
+    *("drafting.drafter_cost", "networks.embedding", "engines.copied", "drafting.max_learned", "drafter.record"),
 )
 
 
@@ -69,7 +65,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the graph's matrices were quantized (see `quantize`)."""
+    """The quantization of the graph's matrices (see `quantize`)."""
 
     method: str  # one of QUANTIZATION_METHODS
     bits: int  # 4 or 8
@@ -80,7 +76,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Size in bytes and sha256 (hex) of one file of the bundle."""
+    """The size in bytes and sha256 (hex) of one file of the bundle."""
 
     size: int
     sha256: str
@@ -105,7 +101,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `tide.json`. `write_manifest` fills `files`, the exporter everything else."""
+    """The contents of `tide.json`; `write_manifest` fills `files`, the exporter everything else."""
 
     model: ModelInfo
     checkpoints: tuple[int, ...]  # layers run at each, ascending, never the last layer; empty: a full-depth graph
@@ -136,35 +132,37 @@ class Manifest:
 
     @property
     def segment_sizes(self) -> tuple[int, ...]:
-        """Layers of each segment, shallowest first; they add up to `model.num_layers`."""
+        """The number of layers of each segment, shallowest first; the sum is `model.num_layers`."""
         edges = (0, *self.checkpoints, self.model.num_layers)
         return tuple(end - start for start, end in pairwise(edges))
 
     @property
     def kv_dtype(self) -> str:
-        """Type of the K/V pages, by numpy's name."""
+        """The dtype of the K/V pages, by numpy's name."""
         return self.kv_cache or FLOAT32_KV
 
     @property
     def has_drafter_network(self) -> bool:
-        """Whether the drafter is among the segment networks too: not one that reads hidden states within segments."""
+        """Whether a segment network computes the drafter: not if it reads hidden states within segments."""
         return self.networks is not None and self.drafter is not None and not self.drafter.layers
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """Heads and width of a layer's K/V pages [pages, kv_heads, tokens, width]: the width is head_dim, and in int8
-        the bytes of a row's scale more."""
+        """Returns (kv_heads, width) of a layer's K/V pages, [pages, kv_heads, tokens, width].
+
+        The width is head_dim, in int8 plus the bytes of a row's scale.
+        """
         heads, head_dim = self.model.kv_shapes[layer]
         return heads, head_dim + (SCALE_BYTES if self.kv_cache == INT8_KV else 0)
 
     @property
     def kv_token_bytes(self) -> int:
-        """Of the K/V of one token, of all layers."""
+        """The bytes of the K/V of one token in all layers."""
         shapes = [self.kv_shape(layer) for layer in self.model.kv_read(range(self.model.num_layers))]
         return 2 * sum(heads * width for heads, width in shapes) * (1 if self.kv_cache == INT8_KV else 4)
 
     @property
     def graph_metadata(self) -> dict[str, str]:
-        """Metadata of the step graph: the fields that must be those it was exported with, and no tensor shows."""
+        """The metadata of the step graph: fields that must match it and that its tensors do not show."""
         context = self.model.context_length
         return {
             CHECKPOINTS_METADATA: ",".join(map(str, self.checkpoints)),
@@ -184,12 +182,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = MANIFEST_FILE) -> "Manifest":
-        """Parses strictly: every field present (but those of `OMITTED`), of its type and in range, and no other field.
+        """Parses a manifest strictly.
 
-        The C++ runtime accepts and refuses the same texts, with the same sentences (tests/fuzz/test_fuzz_manifest.py).
+        Every field except those of `OMITTED` must be present, of its type and in range; other fields are refused. The
+        C++ runtime accepts and refuses the same texts, with the same sentences (tests/fuzz/test_fuzz_manifest.py).
 
         Raises:
-            BundleError: naming `source` and the field.
+            BundleError: the text is refused; the message names `source` and the field.
         """
         check_size(len(text), source)
         try:
@@ -210,13 +209,13 @@ class Manifest:
 
 
 def check_size(size: int, source: str) -> None:
-    """Raises BundleError for a manifest of more than MAX_BYTES bytes."""
+    """Refuses a manifest of more than MAX_BYTES bytes, with BundleError."""
     if size > MAX_BYTES:
         raise BundleError(f"{source} is too large: a manifest has at most {MAX_BYTES} bytes")
 
 
 def _check(manifest: Manifest, source: str) -> None:
-    """Checks ranges, and fields that must agree with each other."""
+    """Checks the ranges of fields and their agreement with each other."""
 
     def require(condition: bool, name: str, rule: str) -> None:
         if not condition:
@@ -226,6 +225,7 @@ def _check(manifest: Manifest, source: str) -> None:
     check_model(model, require)
     plain = manifest.kv_cache_strategy == EXACT and manifest.networks is None
     require(plain or not model.states, "model.states", "are for exact K/V and target onnxruntime alone")
+    require(plain or model.lora is None, "model.lora", "is for exact K/V and target onnxruntime alone")
     require(list(points) == sorted(set(points)), "checkpoints", "must be distinct and ascending")
     require(all(1 <= p < model.num_layers for p in points), "checkpoints", f"must lie in 1..{model.num_layers - 1}")
     require(len(manifest.thresholds) == len(points), "thresholds", "must have one value per checkpoint")
@@ -290,7 +290,7 @@ def _check(manifest: Manifest, source: str) -> None:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a file's name is a path that stays inside the bundle, without control characters."""
+    """Returns whether a file's name is a path inside the bundle, without control characters."""
     path = PurePosixPath(name)
     plain = "\\" not in name and not any(character < " " or character == "\x7f" for character in name)
     return plain and not path.is_absolute() and ".." not in path.parts and name not in ("", ".", MANIFEST_FILE)
@@ -298,7 +298,7 @@ def _is_inside(name: str) -> bool:
 
 def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None]) -> None:
     networks, engines = manifest.networks, manifest.engines
-    parts = [*(segment(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS]
+    parts = [*(segment_name(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS]
     if networks is not None:
         require(
             networks.weights in NETWORK_PRECISIONS,

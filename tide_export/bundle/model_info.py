@@ -1,4 +1,4 @@
-"""What `tide.json` says of the source model, and the ranges of these fields."""
+"""The field `model` of `tide.json`: the source model's properties, with their ranges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class StateInfo:
-    """A recurrent state of a layer, which each sequence has one of (see `compose.states`)."""
+    """A recurrent state of a layer, one per sequence (see `compose.states`)."""
 
     layer: int
     number: int  # of the layer's states, from 0
@@ -18,8 +18,34 @@ class StateInfo:
 
 
 @dataclass(frozen=True)
+class LoraTarget:
+    """A linear layer that low-rank adapters may change."""
+
+    name: str  # of the module in the source model
+    layer: int
+    inputs: int  # columns of its matrix
+    outputs: int  # rows of it
+
+
+@dataclass(frozen=True)
+class LoraInfo:
+    """The graph's inputs for low-rank adapters.
+
+    An adapter is one array: down [inputs, rank] and up [rank, outputs] of each target in order.
+    """
+
+    rank: int  # of an adapter, at most
+    targets: tuple[LoraTarget, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of one adapter."""
+        return sum(self.rank * (target.inputs + target.outputs) for target in self.targets)
+
+
+@dataclass(frozen=True)
 class ModelInfo:
-    """What a runtime needs to know of the source model."""
+    """The properties of the source model that a runtime needs."""
 
     name: str  # as given to `export`: a hub id or a folder
     architecture: str  # e.g. "LlamaForCausalLM"
@@ -32,20 +58,21 @@ class ModelInfo:
     kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim) of the K/V it reads; (0, 0): none
     kv_layers: tuple[int, ...] | None = None  # per layer, the layer whose K/V it reads; None: each its own
     states: tuple[StateInfo, ...] | None = None  # of layers, in their order; None, and then not written: there are none
+    lora: LoraInfo | None = None  # None, and then not written: there is no room for adapters
 
     @property
     def state_bytes(self) -> int:
-        """Of the recurrent states of a sequence, with what it takes to take tokens back."""
+        """The bytes of a sequence's recurrent states, including the copies for rewinding."""
         return sum(FLOAT_BYTES * prod(state.shape) for state in self.states or ())
 
     def kv_read(self, layers: range) -> list[int]:
-        """Layers whose K/V `layers` read, ascending: their own, and those of earlier layers that they share."""
+        """Returns the layers whose K/V `layers` read, ascending, including earlier layers they share with."""
         sources = range(self.num_layers) if self.kv_layers is None else self.kv_layers
         return sorted({sources[layer] for layer in layers if self.kv_shapes[layer] != (0, 0)})
 
 
 def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> None:
-    """Checks ranges, and fields that must agree; `require` takes what must hold, the field and the rule."""
+    """Checks ranges and agreement of the fields; `require` takes a condition, the field and the rule."""
     for name in ("num_layers", "hidden_size", "vocab_size"):
         require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
     require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
@@ -73,3 +100,11 @@ def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> 
     require(all(state.undo >= 1 for state in states), "model.states", "holds an undo below 1")
     shaped = all(state.shape and min(state.shape) >= 1 for state in states)
     require(shaped, "model.states", "holds a size below 1, or no shape")
+    if model.lora is None:
+        return
+    targets = model.lora.targets
+    require(model.lora.rank >= 1, "model.lora.rank", "must be 1 or more")
+    known = all(0 <= target.layer < model.num_layers for target in targets)
+    require(known, "model.lora.targets", "holds no layer of the model")
+    sized = all(target.inputs >= 1 and target.outputs >= 1 for target in targets)
+    require(sized, "model.lora.targets", "holds a size below 1")

@@ -1,17 +1,18 @@
-"""Reads which stored weights each segment network holds, from its ONNX file, without the package onnx.
+"""Reads the stored weights of each segment network from its ONNX file, without the package onnx.
 
-A network's file names its weights of 1 kB and more by their place in the one file that all networks share. So two
-networks that hold the same weight name the same place, and engines built from them both hold it. The embedding that
-they take as an input is no engine's, and lies on the GPU once.
+A network's file refers to its weights of 1 kB and more by their offset in one file that all networks share. Equal
+weights of two networks have the same offset, and engines built from them both hold a copy. The embedding that they
+take as an input is in no engine and on the GPU once.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tide_export.bundle.file_names import EMBEDDING_FILE, network_file
 from tide_export.bundle.opened import ADVICE, Bundle
 from tide_export.errors import BundleError
-from tide_export.names import AFTER_SEGMENTS, EMBEDDING_FILE, HEAD, network_file, segment
+from tide_export.names.networks import AFTER_SEGMENTS, HEAD, segment_name
 
 # Numbers of the fields in onnx.proto (github.com/onnx/onnx).
 MODEL_GRAPH = 7
@@ -23,7 +24,7 @@ ENTRY_KEY, ENTRY_VALUE = 1, 2
 ROWS_OF = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2)}
 
 
-SHARED = -1  # as an offset
+SHARED = -1  # offset of the input EMBEDDING
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,31 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class NetworkWeights:
-    """What one network holds."""
+    """The weights of one network."""
 
     weights: tuple[StoredWeight, ...]
     attentions: int  # attention operators; layers with softcaps, sinks or biases have none, but matmuls
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The bytes of all weights."""
         return sum(weight.size for weight in self.weights)
 
     @property
     def shared_size(self) -> int:
-        """In bytes, of the embedding that its engine takes as an input."""
+        """The bytes of the embedding that its engine takes as an input."""
         return sum(weight.size for weight in self.weights if weight.offset == SHARED)
 
     @property
     def table_size(self) -> int:
-        """In bytes, of tables."""
+        """The bytes of tables."""
         return sum(weight.size for weight in self.weights if weight.is_table)
 
 
 def network_weights(bundle: Bundle) -> dict[str, NetworkWeights]:
-    """The weights of every segment and of AFTER_SEGMENTS, by the networks' names; empty without segment networks.
+    """Returns network name -> weights, of every segment and AFTER_SEGMENTS.
+
+    Empty without segment networks.
 
     Raises:
         BundleError: a network's file is no ONNX file, or cannot be read.
@@ -68,7 +71,7 @@ def network_weights(bundle: Bundle) -> dict[str, NetworkWeights]:
     if bundle.manifest.networks is None:
         return {}
     found = {}
-    for name in (*(segment(k) for k in range(len(bundle.manifest.segment_sizes))), *AFTER_SEGMENTS):
+    for name in (*(segment_name(k) for k in range(len(bundle.manifest.segment_sizes))), *AFTER_SEGMENTS):
         file = bundle.file(network_file(name))
         try:
             found[name] = parse_network(file.read_bytes())
@@ -77,20 +80,20 @@ def network_weights(bundle: Bundle) -> dict[str, NetworkWeights]:
     shared = bundle.manifest.networks.embedding
     if shared is not None:
         size = bundle.manifest.files[EMBEDDING_FILE].size
-        for name in (segment(0), HEAD) if shared.tied else (segment(0),):
+        for name in (segment_name(0), HEAD) if shared.tied else (segment_name(0),):
             weight = StoredWeight(SHARED, size, is_table=name != HEAD, is_gathered=False)
             found[name] = replace(found[name], weights=(*found[name].weights, weight))
     return found
 
 
 def held_size(networks: dict[str, NetworkWeights]) -> int:
-    """Bytes of weights on the GPU: those that each network holds, and the embedding that they share once."""
+    """Returns the bytes of weights on the GPU: all networks' weights, and the shared embedding once."""
     shared = max((network.shared_size for network in networks.values()), default=0)
     return shared + sum(network.size - network.shared_size for network in networks.values())
 
 
 def repeated_size(networks: dict[str, NetworkWeights]) -> int:
-    """Bytes of weights that lie on the GPU again: of their constants engines share none."""
+    """Returns the bytes of weights that are copies of another engine's: engines share no constants."""
     held = (weight for network in networks.values() for weight in network.weights if weight.offset != SHARED)
     places = Counter((weight.offset, weight.size) for weight in held)
     return sum(size * (count - 1) for (_, size), count in places.items())
@@ -126,17 +129,17 @@ def parse_network(content: bytes) -> NetworkWeights:
 
 
 def _messages(content: bytes, number: int) -> list[bytes]:
-    """The values of one field of a protobuf message that are messages or texts."""
+    """Returns the values of one field of a protobuf message that are messages or texts."""
     return [value for field, value in _fields(content) if field == number and isinstance(value, bytes)]
 
 
 def _text(content: bytes, number: int) -> str:
-    """The last value of a field that is a text; empty if there is none."""
+    """Returns the last value of a text field; empty if there is none."""
     return (_messages(content, number) or [b""])[-1].decode()
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a protobuf message (protobuf.dev/programming-guides/encoding)."""
+    """Yields number and value of each field of a message (protobuf.dev/programming-guides/encoding)."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)
@@ -153,7 +156,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place after it."""
+    """Returns the number at an offset, and the offset after it."""
     value = shift = 0
     while content[at] & 0x80:
         value |= (content[at] & 0x7F) << shift

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from tide_export.bundle.file_names import MANIFEST_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import FileInfo, Manifest, check_size
 from tide_export.errors import BundleError
-from tide_export.names import MANIFEST_FILE, WEIGHTS_FILE
 
 ATTEMPTS = 100  # to open a bundle while exports replace it; each failure needs a replacement meanwhile
 CHUNK = 1 << 20  # bytes hashed at a time
@@ -27,11 +27,11 @@ ADVICE = "export the bundle again or copy it anew"
 
 
 class BundleFile:
-    """A file of a bundle, open for reading until the last reference to it is gone. Safe to use from several threads.
+    """A file of a bundle, open for reading until the last reference to it is gone.
 
-    It stays readable and the same when its folder is replaced, moved or deleted. What overwrites it in place is noticed
-    by its size and modification time, before and after every read; not noticed are changes that restore both (`cp -p`
-    of another file onto it) and those of a disk that returns other bytes than were written.
+    It stays readable and unchanged when its folder is replaced, moved or deleted. Every read checks size and
+    modification time before and after, to notice a file that is overwritten in place; changes that restore both (`cp
+    -p` of another file onto it) and disk errors are not noticed. Safe to use from several threads.
 
     Attributes:
         path: where it was opened, for messages: another file may have that path by now.
@@ -64,12 +64,12 @@ class BundleFile:
 
     @property
     def descriptor_path(self) -> str:
-        """A path that leads to this very file in this process, whatever `path` leads to."""
+        """A path to this open file in this process, whatever file `path` leads to."""
         return f"/dev/fd/{self._descriptor}"
 
     @property
     def identity(self) -> str:
-        """Device, inode, size and times of modification and change as they are now: another content has another."""
+        """Device, inode, size and times of modification and change, which differ for other contents."""
         status = os.fstat(self._descriptor)
         times = status.st_mtime_ns, status.st_ctime_ns
         return " ".join(str(number) for number in (status.st_dev, status.st_ino, status.st_size, *times))
@@ -85,7 +85,9 @@ class BundleFile:
 
     @contextlib.contextmanager
     def mapped(self) -> Iterator[mmap.mmap | bytes]:
-        """Yields the content as read-only memory. The process dies (SIGBUS) if something truncates the file meanwhile.
+        """Yields the content as read-only memory.
+
+        The process dies (SIGBUS) if something truncates the file meanwhile.
 
         Raises:
             BundleError: it was changed since it was opened, by the end too.
@@ -95,10 +97,10 @@ class BundleFile:
             yield mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ) if self.size else b""
 
     def check(self, expected: FileInfo, verify: bool) -> None:
-        """Compares it with the manifest's record: the size, and the sha256 if `verify`.
+        """Compares size and, if `verify`, sha256 with the manifest's record.
 
         Raises:
-            BundleError: the difference.
+            BundleError: they differ.
         """
         if self.size < expected.size:
             raise BundleError(f"bundle file '{self.path}' is truncated: {self.size} of {expected.size} bytes; {ADVICE}")
@@ -129,7 +131,7 @@ class BundleFile:
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raises BundleError: it was changed since it was opened."""
+        """Raises BundleError if the file was changed since it was opened."""
         status = os.fstat(self._descriptor)
         if (status.st_size, status.st_mtime_ns) != (self.size, self._modified):
             raise BundleError(
@@ -140,11 +142,11 @@ class BundleFile:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle whose manifest was read and whose files were checked. It holds one descriptor per file.
+    """An open bundle with a checked manifest and checked files, holding one descriptor per file.
 
     Attributes:
         path: where it was opened, for messages: another bundle may be there by now.
-        files: by name; those of the manifest.
+        files: the manifest's files by name.
     """
 
     path: Path
@@ -162,15 +164,15 @@ class Bundle:
         return self.files[name]
 
     def check_weights(self) -> None:
-        """Raises BundleError: the file of the weights, which sessions share, was changed since it was opened."""
+        """Raises BundleError if the weights file was changed since it was opened."""
         if (weights := self.files.get(WEIGHTS_FILE)) is not None:
             weights.check_unchanged()
 
     def require_weights(self, sha256: str, model: str) -> None:
-        """Refuses a model whose weights have another hash than those the bundle was made from.
+        """Checks that the bundle was made from weights with this hash.
 
         Raises:
-            BundleError: naming both hashes.
+            BundleError: it was not; the message names both hashes.
         """
         if sha256 != self.manifest.model.weights_sha256:
             raise BundleError(
@@ -242,7 +244,7 @@ def _open_files(folder: Path, descriptor: int, verify: bool) -> Bundle:
 
 
 def _open(folder: int, name: str) -> int:
-    """Opens a file relative to `folder`; no part of its path may be a symbolic link, and none makes the call wait."""
+    """Opens a file relative to `folder`, without following symbolic links and without blocking on a pipe."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     *parents, last = PurePosixPath(name).parts
     with contextlib.ExitStack() as opened:

@@ -8,28 +8,28 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tide_export.bundle.engine_fields import NetworksInfo, Profile
+from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError
-from tide_export.values import whole_number
 
-PREFILL_TOKENS = 1024  # of one run at most: longer prompts are run in parts
-# Of a decoding run at most. For a profile with one shape alone TensorRT for RTX stores the weights a second time, in
-# the layout of matrix-vector products; not for one that takes 1 or 2 tokens.
+PREFILL_TOKENS = 1024  # maximum tokens of a run; longer prompts are run in parts
+# Maximum tokens of a decoding run: 2, because TensorRT for RTX stores the weights of a profile with a single shape a
+# second time, in the layout of matrix-vector products.
 DECODE_TOKENS = 2
-SPARE_ROWS = 256  # of a buffer of states, beyond the longest run
-BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # sequences of one run at most: by default, and the limit
+SPARE_ROWS = 256  # rows of a buffer of states beyond the longest run
+BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # maximum sequences of a run: default and limit
 
 
 def check_batch_size(batch_size: int) -> int:
     """Returns `batch_size` as an int.
 
     Raises:
-        ConfigError: it is no whole number or out of range.
+        ConfigError: it is not a whole number, or out of range.
     """
     return whole_number("batch_size", batch_size, 1, MAX_BATCH_SIZE, ConfigError)
 
 
 class RunSizes(NamedTuple):
-    """See the fields of `NetworksInfo`."""
+    """The sizes of a run, as fields of `NetworksInfo`."""
 
     max_tokens: int
     max_logits: int
@@ -38,14 +38,14 @@ class RunSizes(NamedTuple):
 
 
 def run_sizes(capacity: int, max_pending: int, batch_size: int = 1, bound: int | None = None) -> RunSizes:
-    """Returns what the networks of a bundle take in one run.
+    """Returns the maximum sizes of a run of a bundle's networks.
 
     Args:
         capacity: tokens the K/V buffers hold.
-        max_pending: tokens that may be pending. A run that catches up, and so the head in verifying, takes the power of
-            two that the pending tokens and the new one are padded to (cpp/src/segmented/run_plan.h).
+        max_pending: maximum pending tokens. A run that catches up, and so the head in verifying, takes pending tokens
+            and the new one padded to a power of two (cpp/src/segmented/run_plan.h).
         batch_size: sequences of a run.
-        bound: tokens of one run, of all its sequences, if fewer than PREFILL_TOKENS.
+        bound: maximum tokens of a run over all its sequences, if fewer than PREFILL_TOKENS.
     """
     max_tokens = min(PREFILL_TOKENS, capacity, bound or PREFILL_TOKENS)
     batch_size = min(batch_size, max_tokens)
@@ -55,8 +55,10 @@ def run_sizes(capacity: int, max_pending: int, batch_size: int = 1, bound: int |
 
 
 def state_rows(capacity: int) -> int:
-    """Returns how many states the buffers before each segment and before the head hold of each sequence: pending ones
-    and those of a run. Where K/V buffers of `capacity` tokens hold no more than that, so many may be pending."""
+    """Returns the rows, per sequence, of the state buffers before each segment and the head.
+
+    They hold the states of pending tokens and of a run, or of all `capacity` tokens if these are fewer.
+    """
     return min(capacity, PREFILL_TOKENS) + SPARE_ROWS
 
 
@@ -70,8 +72,8 @@ def profiles_for(info: NetworksInfo) -> tuple[Profile, ...]:
     """Returns the optimization profiles of a segment.
 
     For one sequence: one new token, catching up, a prompt. For several: one new token each, and up to
-    `max_slot_tokens` each; longer runs of a batch go through the first three, sequence by sequence. The profiles are
-    separate so that TensorRT chooses kernels for one sequence.
+    `max_slot_tokens` each; longer runs of a batch use the first three, sequence by sequence. The profiles are separate
+    so that TensorRT chooses kernels for one sequence.
     """
     catch_up, prompt, size, slot = info.max_logits, info.max_tokens, info.max_batch_size, info.max_slot_tokens
     profiles = [Profile("decode", 1, 1, min(DECODE_TOKENS, catch_up), 1)]

@@ -1,8 +1,8 @@
-"""`tide-export inspect --roofline`: predicts a token's time on a GPU from the bytes that it moves, without that GPU.
+"""`tide-export inspect --roofline`: predicts a token's time on a GPU from the bytes it moves.
 
-Decoding one sequence is bound by memory: a run reads its engine's weights and the sequence's K/V once. What the host
-adds at each boundary between engines is an estimate. Nothing here is measured, and every number is printed as a
-prediction, with what is assumed.
+Decoding one sequence is bound by memory: a run reads its engine's weights and the sequence's K/V once. The host's time
+at each boundary between engines is an estimate. Nothing is measured: every number is printed as a prediction, with its
+assumptions.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,23 @@ from tide_export.bundle.kv_buffers import BLOCK_ROWS, KvBuffers, default_context
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.network_weights import NetworkWeights, network_weights
 from tide_export.bundle.opened import Bundle
+from tide_export.common.formatting import size, table
+from tide_export.common.values import whole_number
 from tide_export.errors import BundleError, ConfigError
-from tide_export.formatting import size, table
-from tide_export.names import BEST, HEAD, segment
+from tide_export.names.networks import BEST, HEAD, segment_name
 from tide_export.thresholds.resolve import resolve_thresholds
-from tide_export.values import whole_number
 
-SHARE = 0.8  # of the bandwidth that decoding reaches. An estimate: 650 us for four layers of 8B in bf16 on an H100
+SHARE = (
+    0.8  # share of the bandwidth that decoding reaches, an estimate: 650 us for four layers of 8B in bf16 on an H100
+)
 
 ENGINE_COLUMNS = ("engine", "weights read", "K/V held", "K/V copied", "K/V read", "launches", "waits")
 
-Range = tuple[float, float]  # for lowest and highest costs of the host
+Range = tuple[float, float]  # at the lowest and highest cost of the host
 
 
 class Host(NamedTuple):
-    """What drives the engines. Estimates, in microseconds in which the GPU is idle."""
+    """A way to drive the engines, with estimated microseconds in which the GPU is idle."""
 
     name: str
     step: Range  # of the launch that ends a token, and its wait
@@ -44,7 +46,7 @@ HOSTS = (
 
 @dataclass(frozen=True)
 class EngineBytes:
-    """What one launch moves for one token of one sequence, in bytes, and whether the host waits for its end."""
+    """The bytes that one launch moves for one token of one sequence, and whether the host then waits."""
 
     engine: str
     weights_read: int
@@ -58,7 +60,7 @@ class EngineBytes:
 
 @dataclass(frozen=True)
 class Path:
-    """A way of one token through the engines; launches and waits are those of a host that launches every engine."""
+    """The path of one token through the engines, with the launches and waits of a host."""
 
     token: str
     launches: int
@@ -68,8 +70,10 @@ class Path:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Share of tokens that must exit at a checkpoint, the others running all layers, for `exit` to be as fast as
-    `full`."""
+    """The share of tokens that must exit at a checkpoint for mode `exit` to be as fast as `full`.
+
+    All other tokens are assumed to run all layers.
+    """
 
     checkpoint: int  # layers run there
     exit_rate: dict[str, tuple[float | None, float | None]]  # by the host's name; None: no share is enough
@@ -77,7 +81,7 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The prediction."""
+    """The predicted times of a bundle's engines on a GPU."""
 
     gpu: str
     bytes_per_second: float
@@ -89,7 +93,7 @@ class Roofline:
     break_even: tuple[BreakEven, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the prediction and its assumptions as JSON types."""
         assumed = {
             "bandwidth_share": SHARE,
             "microseconds_per_step": {host.name: host.step for host in HOSTS},
@@ -98,7 +102,7 @@ class Roofline:
         return {"prediction": True, "assumed": assumed, **asdict(self)}
 
     def render(self) -> str:
-        """The text."""
+        """Returns the text that `inspect --roofline` prints."""
         hosts = [host.name for host in HOSTS]
         engines = [
             [
@@ -136,7 +140,7 @@ def predict(bundle: Bundle, gpu: str, context: int | None = None) -> Roofline:
 
     Args:
         gpu: a name of `gpu_bandwidth.GPUS`, or a bandwidth such as `1.2TB/s`.
-        context: tokens in the K/V, the new one included, at most what the buffers hold; None: `default_context`.
+        context: tokens in the K/V including the new one, at most the buffers' capacity; None: `default_context`.
 
     Raises:
         ConfigError: the GPU is not known, or `context` is out of range.
@@ -163,43 +167,43 @@ def predict(bundle: Bundle, gpu: str, context: int | None = None) -> Roofline:
 def engine_bytes(
     manifest: Manifest, weights: dict[str, NetworkWeights], exits: list[bool], context: int
 ) -> tuple[EngineBytes, ...]:
-    """What each launch moves: one per segment, and the last with the head and the choice of the most likely token.
+    """Returns the bytes of each launch: one per segment, and one for the head and the choice of a token.
 
     Args:
-        weights: of the networks, by name.
+        weights: the networks' weights by name.
         exits: whether a token may exit after each segment but the last.
         context: tokens in the K/V.
     """
     engines, first = [], 0
     for k, count in enumerate(manifest.segment_sizes):
-        network = weights[segment(k)]
-        held = _held(segment(k), manifest, weights)
+        network = weights[segment_name(k)]
+        held = _held(segment_name(k), manifest, weights)
         kv = kv_buffers(manifest, range(first, first + count), context, is_fused(manifest, k, network.attentions))
         waits = int(k < len(exits) and exits[k])
-        engines.append(EngineBytes(segment(k), max(0, held - network.table_size), kv, waits))
+        engines.append(EngineBytes(segment_name(k), max(0, held - network.table_size), kv, waits))
         first += count
     after = sum(_held(name, manifest, weights) for name in (HEAD, BEST))
     return (*engines, EngineBytes(f"{HEAD}, {BEST}", after, KvBuffers(0, 0, 0), 1))
 
 
 def _held(name: str, manifest: Manifest, weights: dict[str, NetworkWeights]) -> int:
-    """Bytes of the weights that an engine reads from: as the builder reported, or as its network holds."""
+    """Returns the bytes of an engine's weights, by the builder's report or else by its network."""
     built = None if manifest.engines is None else manifest.engines.built
     return weights[name].size if built is None else built[name].weights_bytes + weights[name].shared_size
 
 
 def step_time(engines: Sequence[EngineBytes], bytes_per_second: float) -> float:
-    """Microseconds in which a GPU of that bandwidth runs the engines once."""
+    """Returns the microseconds in which a GPU with that bandwidth runs the engines once."""
     return sum(engine.moved for engine in engines) / (bytes_per_second * SHARE) * 1e6
 
 
 def token_paths(
     engines: Sequence[EngineBytes], bytes_per_second: float, checkpoints: Sequence[int]
 ) -> tuple[tuple[Path, ...], tuple[BreakEven, ...]]:
-    """The ways of a token, full depth first, and where skipping breaks even.
+    """Returns the possible paths of a token, full depth first, and the break-even share of each exit.
 
     Args:
-        engines: segments, of which those that end where a token may exit wait; the last is the head.
+        engines: the segments, which wait where a token may exit, and the head last.
         checkpoints: layers run where a token may exit.
     """
     *segments, head = engines
@@ -232,18 +236,18 @@ def token_paths(
 
 
 def break_even(full: float, deep: float, left: float) -> float | None:
-    """Share of exits at which mode `exit` takes as long as mode `full`; None if no share is enough.
+    """Returns the share of exits at which mode `exit` takes as long as `full`; None if no share is enough.
 
     Args:
         full: time of a token in mode `full`.
-        deep: of one that could have exited and did not.
-        left: of one that exits.
+        deep: time of a token that could have exited and did not.
+        left: time of a token that exits.
     """
     return (deep - full) / (deep - left) if left < full else None
 
 
 def _assumptions(built: bool) -> list[str]:
-    """What the prediction rests on, a line each."""
+    """Returns the assumptions of the prediction, a line each."""
     python, native, graph = HOSTS
     return [
         f"assumed    {100 * SHARE:.0f} % of the bandwidth is reached, and only memory traffic takes time: what many "

@@ -1,4 +1,4 @@
-"""Writes a bundle so that a crash never leaves half of it.
+"""Writes bundles atomically: a crash never leaves half of one.
 
 `pipeline.flow` writes inside `writing_bundle`: files go into a hidden sibling folder that is renamed into place at the
 end, under a lock. `tuning` replaces only the manifest, with `replace_manifest`. Needs only the standard library.
@@ -14,23 +14,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.manifest import FileInfo, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.common.files import TEMPORARY, failure, fsync, is_no_space, replace_files
 from tide_export.errors import BundleError
-from tide_export.files import TEMPORARY, failure, fsync, is_no_space, replace_files
-from tide_export.names import MANIFEST_FILE
 
 
 @contextlib.contextmanager
 def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
     """Yields a temporary sibling folder to write a bundle into; a clean exit renames it to `path`.
 
-    The body writes its files and last calls `write_manifest`. On any exception the temporary folder is removed and
-    what was at `path` stays as it was. A process killed in the middle leaves hidden siblings that the next export to
-    the same path removes.
+    The body writes its files and finally calls `write_manifest`. On an exception the temporary folder is removed and
+    `path` is unchanged. A killed process leaves hidden siblings, which the next export to the same path removes.
 
     Args:
-        path: the bundle's folder; missing parent folders are made.
+        path: the bundle's folder; missing parent folders are created.
         overwrite: replace an existing bundle at `path`; anything else there is never replaced.
 
     Raises:
@@ -78,12 +77,12 @@ def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Ite
 
 
 def write_manifest(folder: Path, manifest: Manifest, hashed: Mapping[str, FileInfo] | None = None) -> Manifest:
-    """Writes `tide.json` with the size and hash of every file in `folder`, and flushes all of it to the disk.
+    """Writes `tide.json` with size and hash of every file in `folder`, and flushes all files to disk.
 
     Args:
-        folder: of the bundle.
-        manifest: its `files` are replaced.
-        hashed: files by name that are not hashed again.
+        folder: the bundle's folder.
+        manifest: the manifest, whose `files` are replaced.
+        hashed: files by name that need not be hashed again.
 
     Returns:
         The manifest as it will be read back, `files` filled.
@@ -109,12 +108,12 @@ def write_manifest(folder: Path, manifest: Manifest, hashed: Mapping[str, FileIn
 
 
 def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
-    """Replaces the `tide.json` of a bundle in one step; the files it lists, and their hashes, stay the same.
+    """Replaces a bundle's `tide.json` in one step; the files it lists and their hashes stay the same.
 
-    A reader sees the old manifest or the new one; after any failure, the old one.
+    Readers see the old manifest or the new one; after a failure, the old one.
 
     Args:
-        bundle: as it was opened; one that was exported or tuned again since then is not changed.
+        bundle: an open bundle, which must not have been exported or tuned again since.
         manifest: its `files` are replaced by the bundle's.
 
     Raises:
@@ -144,12 +143,12 @@ def put_files(
 ) -> Bundle:
     """Moves files into a bundle, removes others, and replaces the manifest.
 
-    A process that is killed in between leaves a bundle without these files, which loads as `without` says.
+    A process that is killed meanwhile leaves a bundle without these files, with the manifest `without`.
 
     Args:
         sources: the new files by their names in the bundle; on the same disk.
-        manifest, without: with those files and without them; their `files` are filled from the bundle's.
-        removed: names of files.
+        manifest, without: the manifest with and without those files; `files` are filled from the bundle's.
+        removed: names of files to remove.
 
     Raises:
         BundleError: as `replace_manifest`.
@@ -203,7 +202,7 @@ def _refuse_existing(target: Path, overwrite: bool) -> None:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Makes `folder` and its parents; returns those that were missing, outermost first."""
+    """Creates `folder` and its parents; returns those that were missing, outermost first."""
     missing = [entry for entry in [folder, *folder.parents] if not entry.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -229,7 +228,7 @@ def _lock(target: Path) -> Iterator[None]:
         except OSError as error:
             os.close(descriptor)
             raise BundleError(f"cannot lock '{file}': {error.strerror}") from None
-        # The last holder may have removed the file between our open and our flock: then nobody else sees our lock.
+        # The last holder may have removed the file between our open and our flock: then no other process sees our lock.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), file.lstat()):
                 break
@@ -243,7 +242,7 @@ def _lock(target: Path) -> Iterator[None]:
 
 
 def _clean_up_after_killed_export(target: Path, temporary: Path, parked: Path) -> None:
-    """Removes the folders of a killed export; with the lock held, no running export has them."""
+    """Removes the folders of a killed export; the caller holds the lock, so no running export uses them."""
     for folder in (temporary, parked):
         _require_kind(folder, stat.S_ISDIR)
     if parked.exists() and not target.exists():
@@ -257,7 +256,7 @@ def _clean_up_after_killed_export(target: Path, temporary: Path, parked: Path) -
 
 
 def _require_kind(path: Path, is_kind: Callable[[int], bool]) -> None:
-    """Refuses something at `path` that no export made, such as a link planted there."""
+    """Refuses a file at `path` that no export made, such as a link planted there."""
     try:
         mode = path.lstat().st_mode
     except OSError:  # most often there is nothing; what else is wrong shows when it is opened
@@ -281,7 +280,7 @@ def _put_in_place(temporary: Path, target: Path, parked: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two folders in one step (Linux renameat2); False where kernel or file system cannot."""
+    """Swaps two folders in one step (Linux renameat2); returns False if kernel or file system cannot."""
     at_cwd, rename_exchange = -100, 2
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2

@@ -1,7 +1,7 @@
-"""Reads JSON into dataclasses strictly: text, numbers and depth within bounds, every field there and of its type.
+"""Reads JSON into dataclasses strictly: bounded size and depth, every field present and of its type.
 
-The C++ runtime's cpp/src/bundle/fields.cpp does the same: both accept the same texts, and refuse the others in the same
-order with the same sentences. So objects are read in the order of their keys, and values are shown as ASCII.
+cpp/src/bundle/fields.cpp does the same for the C++ runtime: both accept the same texts, and refuse the others in the
+same order with the same sentences. So objects are read in the order of their keys, and values are shown as ASCII.
 """
 
 import json
@@ -11,22 +11,23 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from tide_export.common.values import parse_json
 from tide_export.errors import BundleError
-from tide_export.values import parse_json
 
-MAX_DEPTH = 100  # of lists and objects in each other
-WHOLE = range(-(1 << 63), 1 << 63)  # what C++ holds
+MAX_DEPTH = 100  # of nested lists and objects
+WHOLE = range(-(1 << 63), 1 << 63)  # int64
 SHOWN = 60  # characters of a value or name in a message
 
 T = TypeVar("T")
 
 
 def parse_strictly(text: str | bytes) -> Any:
-    """Returns the value of a JSON text: UTF-8 without a byte order mark, every number finite; whole numbers of more
-    than 64 bits become floats, as in C++.
+    """Parses JSON in UTF-8 without a byte order mark and with finite numbers.
+
+    Whole numbers of more than 64 bits become floats, as in C++.
 
     Raises:
-        ValueError: it is no such text, or is nested deeper than MAX_DEPTH.
+        ValueError: the text is not such JSON, or nested deeper than MAX_DEPTH.
     """
     text = text.decode() if isinstance(text, bytes) else text
     value = parse_json(text, parse_constant=_number, parse_float=_number, parse_int=_whole)
@@ -35,16 +36,20 @@ def parse_strictly(text: str | bytes) -> Any:
 
 
 def parse_object(kind: type[T], value: Any, source: str, omitted: Sequence[str] = ()) -> T:
-    """Returns an object from JSON as the dataclass `kind`; its fields in `omitted`, dotted names, may be missing.
+    """Returns a JSON object as the dataclass `kind`.
+
+    Args:
+        source: name of the file, for messages.
+        omitted: dotted names of fields that may be missing.
 
     Raises:
-        BundleError: naming `source` and the first field that is missing, unknown or of another type.
+        BundleError: a field is missing, unknown or of another type; the message names `source` and the field.
     """
     return _parse_fields(kind, value, source, "", omitted)
 
 
 def shown_name(name: str) -> str:
-    """Returns a key for a message: printable ASCII, cut off."""
+    """Returns a key for a message: printable ASCII of at most SHOWN characters."""
     return json.dumps(name)[1:-1][:SHOWN]
 
 
@@ -61,7 +66,7 @@ def _whole(text: str) -> int | float:
 
 
 def _check_value(value: Any, depth: int) -> None:
-    """Checks the depth, and that strings hold no half of a surrogate pair (an error of UTF-8)."""
+    """Checks the depth, and that strings have no lone surrogate, which UTF-8 cannot encode."""
     if isinstance(value, str):
         value.encode()
     elif isinstance(value, list | dict):

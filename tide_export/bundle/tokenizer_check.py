@@ -1,8 +1,8 @@
-"""Checks a loaded tokenizer before it gets text: it must encode any, and must not let text grow without bound.
+"""Checks that a tokenizer can encode every text and does not let text grow without bound.
 
 A tokenizer.json describes steps that rewrite text, so a file of a few hundred bytes can turn one character into
-gigabytes. How much text may grow is bounded here from the file alone. What the regular expressions of a tokenizer cost
-in time is not.
+gigabytes. The bound on the growth comes from the file alone. The time of the tokenizer's regular expressions is not
+bounded.
 """
 
 import json
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 from tide_export.errors import TideError, one_line
 
-MAX_GROWTH = 1000  # bytes out for each byte in
+MAX_GROWTH = 1000  # output bytes per input byte
 MAX_STEPS = 1000
-PROBE = "a 1\n\U00013080\ua66e"  # with characters that hardly any vocabulary holds
+PROBE = "a 1\n\U00013080\ua66e"  # with characters that hardly any vocabulary has
 PARTS = {"encoding": ("normalizer", "pre_tokenizer", "post_processor"), "decoding": ("decoder",)}
 
 
 class Step(NamedTuple):
-    """What one step does at most: text with `reads` in it is replaced by text of `writes`, `growth` times as long.
+    """A bound on one step: it replaces characters in `reads` by ones in `writes`, `growth` times as long.
 
-    None stands for any characters.
+    None stands for all characters.
     """
 
     reads: frozenset[str] | None
@@ -56,7 +56,7 @@ def check_tokenizer(tokenizer: Any, what: str, error: type[TideError]) -> None:
 
 @contextmanager
 def tokenizer_errors(what: str, error: type[TideError]) -> Iterator[None]:
-    """Raises what tokenizers raises in the body, a panic of its Rust code included, as `error`, which says `what`."""
+    """Converts exceptions and Rust panics of tokenizers into `error`, whose message starts with `what`."""
     try:
         yield
     except TideError:
@@ -68,10 +68,10 @@ def tokenizer_errors(what: str, error: type[TideError]) -> Iterator[None]:
 
 
 def growth(steps: list[Step]) -> float:
-    """Returns an upper bound of how many times as long text is after all `steps`, in bytes.
+    """Returns an upper bound on the growth of text by all `steps`, in bytes per byte.
 
-    Steps multiply only where a later one reads characters that an earlier one writes. Unicode normalization, which is
-    idempotent and makes text at most 11 times as long, is not counted.
+    Steps multiply only if a later one reads characters that an earlier one writes. Unicode normalization does not
+    count: it is idempotent and makes text at most 11 times as long.
     """
     if len(steps) > MAX_STEPS:
         return float("inf")
@@ -87,7 +87,7 @@ def _meet(writes: frozenset[str] | None, reads: frozenset[str] | None) -> bool:
 
 
 def _steps(described: dict[str, Any]) -> Iterator[Step]:
-    """The steps of a component as tokenizers describes it, those of sequences in their order."""
+    """Yields the steps of a component described by tokenizers, those of a sequence in order."""
     kind = described.get("type")
     if kind == "Sequence":
         for inner in next((value for value in described.values() if isinstance(value, list)), []):
@@ -119,7 +119,7 @@ def _replacement(pattern: dict[str, str], content: str) -> Step:
 
 
 def _undefined(described: dict[str, Any]) -> Iterator[str]:
-    """Special tokens that a template names and does not define."""
+    """Yields special tokens that a template uses and does not define."""
     for inner in described.get("processors", ()):
         yield from _undefined(inner)
     if described.get("type") == "TemplateProcessing":

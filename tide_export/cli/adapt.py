@@ -1,4 +1,4 @@
-"""The command `tide-export adapt`: its options, from the fields of `AdaptConfig`, and what it prints."""
+"""The command `tide-export adapt`: its options, from the fields of `AdaptConfig`, and its output."""
 
 import argparse
 import json
@@ -8,11 +8,11 @@ from tide_export.cli.fields import field_option
 
 
 def add_adapt_options(parser: argparse.ArgumentParser, config: bool) -> None:
-    """Adds the options; with `config` those of `AdaptConfig` too, which needs pydantic."""
+    """Adds the options, with `config` also those of `AdaptConfig`, which need pydantic."""
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="MODEL2", help="folder to write the trained model to")
     parser.add_argument(
-        "--cache", metavar="FOLDER", help="where the state to resume from is kept (a hidden folder beside the output)"
+        "--cache", metavar="FOLDER", help="folder of the state to resume from (a hidden folder beside the output)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     if not config:
@@ -25,7 +25,7 @@ def add_adapt_options(parser: argparse.ArgumentParser, config: bool) -> None:
 
 
 def run_adapt(options: Namespace) -> int:
-    """Trains, and prints the report."""
+    """Trains the model and prints the report."""
     from tide_export.adaptation.config import AdaptConfig
     from tide_export.adaptation.flow import adapt
 

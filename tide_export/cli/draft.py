@@ -1,4 +1,4 @@
-"""The command `tide-export draft`: its options, from the fields of `DraftConfig`, and what it prints."""
+"""The command `tide-export draft`: its options, from the fields of `DraftConfig`, and its output."""
 
 import argparse
 import json
@@ -8,13 +8,13 @@ from tide_export.cli.fields import field_option
 
 
 def add_draft_options(parser: argparse.ArgumentParser, config: bool) -> None:
-    """Adds the options; with `config` those of `DraftConfig` too, which needs pydantic."""
+    """Adds the options, with `config` also those of `DraftConfig`, which need pydantic."""
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file or a Hugging Face hub id")
-    parser.add_argument("bundle", metavar="BUNDLE", help="made of MODEL by export; gets the drafter")
+    parser.add_argument("bundle", metavar="BUNDLE", help="bundle of MODEL to write the drafter into")
     parser.add_argument(
         "--cache",
         metavar="FOLDER",
-        help="where answers and training are kept, also afterwards (a hidden folder beside the bundle, then removed)",
+        help="folder that keeps answers and training (a hidden folder beside the bundle, removed at the end)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     if not config:
@@ -30,7 +30,7 @@ def add_draft_options(parser: argparse.ArgumentParser, config: bool) -> None:
 
 
 def run_draft(options: Namespace) -> int:
-    """Trains, and prints the report."""
+    """Trains the drafter and prints the report."""
     from tide_export.drafting.config import DraftConfig
     from tide_export.drafting.flow import draft
 

@@ -1,4 +1,4 @@
-"""Makes command-line options of the fields of pydantic settings, and arguments of functions of options."""
+"""Makes command-line options from fields of pydantic settings, and function arguments from options."""
 
 import argparse
 from collections.abc import Callable
@@ -15,14 +15,18 @@ OWN_OPTIONS = ("command", "quiet", "verbose", "debug", "json")
 
 
 def given(options: argparse.Namespace, function: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """The options that were given, by the names of the parameters they are for; only those of `function`, if given."""
+    """Returns the options given by the user, by parameter name.
+
+    Args:
+        function: keep only its parameters; None: keep all.
+    """
     values = {name: value for name, value in vars(options).items() if value is not None and name not in OWN_OPTIONS}
     names = values if function is None else signature(function).parameters
     return {name: value for name, value in values.items() if name in names}
 
 
 def field_option(name: str, field: "FieldInfo") -> dict[str, Any]:
-    """Returns help, type, and choices or metavar, of an option for a field."""
+    """Returns help, type, and choices or metavar for the option of a field."""
     default = field.default
     shown = "" if default is None else f" ({_shown(default)})"
     return {"help": f"{field.description}{shown}", **_field_type(name, field)}
@@ -57,7 +61,7 @@ def _shown(default: Any) -> str:
 
 
 def _field_type(name: str, field: "FieldInfo") -> dict[str, Any]:
-    """The type, and choices or metavar, of an option for a field."""
+    """Returns type, and choices or metavar for the option of a field."""
     kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
     if get_origin(field.annotation) is Literal:
         return {"choices": get_args(field.annotation)}

@@ -1,4 +1,4 @@
-"""The command `tide-export generate`: its prompts, what decides about its tokens, and what it prints."""
+"""The command `tide-export generate`: its options for prompts and sampling, and its output."""
 
 import argparse
 import json
@@ -17,29 +17,31 @@ if TYPE_CHECKING:
     from tide_export.runtime.engine import Engine
     from tide_export.runtime.generation import Generation
 
-FILES = ("json_schema", "grammar")  # options that name a file with the value
+FILES = ("json_schema", "grammar")  # options whose value is a file's name
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the bundle and the options about its prompts."""
+    """Adds the bundle and the options for prompts."""
     parser.add_argument("bundle", metavar="BUNDLE")
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated: decoded as a batch")
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="prompt; if repeated, decoded as a batch")
     prompts.add_argument(
-        "--prompts", metavar="FILE", help="prompts to decode as a batch: one a line, or .jsonl with a field prompt"
+        "--prompts", metavar="FILE", help="prompts to decode as a batch: one per line, or .jsonl with a field prompt"
     )
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message, by the bundle's template")
-    parser.add_argument("--system", metavar="TEXT", help="--chat: the system message before it")
+    parser.add_argument(
+        "--chat", action="store_true", help="format each prompt as a user's message, by the bundle's template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="--chat: system message before the prompt")
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="(64)")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that decide which token comes next, and which one is the last."""
+    """Adds the options of sampling, of constraints and of where the text ends."""
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (0)")
     parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens; 0: all (0)")
     parser.add_argument(
-        "--top-p", type=float, metavar="X", help="sample from the most likely tokens of this total probability (1)"
+        "--top-p", type=float, metavar="X", help="sample from the most likely tokens with this total probability (1)"
     )
     parser.add_argument(
         "--min-p", type=float, metavar="X", help="drop tokens below this share of the most likely one's probability (0)"
@@ -48,19 +50,28 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="above 1 against tokens that came, also in the prompt (1)",
-    )
-    parser.add_argument("--presence-penalty", type=float, metavar="X", help="for tokens of the text, -2 to 2 (0)")
-    parser.add_argument(
-        "--frequency-penalty", type=float, metavar="X", help="the same, each time that they came, -2 to 2 (0)"
+        help="above 1, penalize tokens of prompt and text (1)",
     )
     parser.add_argument(
-        "--logit-bias", type=_bias, action="append", metavar="ID=X", help="added to a token's logit; may be repeated"
+        "--presence-penalty", type=float, metavar="X", help="penalize tokens of the text once, -2 to 2 (0)"
+    )
+    parser.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="penalize tokens of the text each time they occurred, -2 to 2 (0)",
+    )
+    parser.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="ID=X",
+        help="add X to the logit of token ID; may be repeated",
     )
     parser.add_argument(
         "--logprobs", type=int, metavar="N", help="--json: log-probabilities of each token and the N most likely"
     )
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema")
     forms.add_argument("--regex", metavar="REGEX", help="the text matches this regular expression")
@@ -71,7 +82,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="--json-schema: spaces and line breaks anywhere; without it the JSON is one line",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="of the sampling; the same seed gives the same text")
+    parser.add_argument("--seed", type=int, metavar="N", help="sampling seed; equal seeds give equal text")
     parser.add_argument(
         "--ignore-eos",
         dest="stop_token_ids",
@@ -82,11 +93,11 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(options: Namespace) -> int:
-    """Generates, and prints the text as it comes, or all as JSON."""
+    """Generates text and prints it as it comes, or prints all of it as JSON."""
     from tide_export.bundle.auto_mode import sentence
+    from tide_export.common.prompt_files import read_prompts
     from tide_export.runtime.config import GenerationConfig
     from tide_export.runtime.engine import load
-    from tide_export.runtime.tokenizer import read_prompts
 
     prompts = options.prompt if options.prompts is None else read_prompts(Path(options.prompts))
     if len(prompts) == 1 and options.compaction_threshold is not None:
@@ -97,7 +108,8 @@ def run_generate(options: Namespace) -> int:
         raise ConfigError("--system is for --chat")
     read = {name: _read(name, path) for name in FILES if (path := getattr(options, name)) is not None}
     config = GenerationConfig(**given(options, GenerationConfig) | read, detokenize=True)
-    engine = load(**given(options, load))
+    adapters = {options.adapter: options.adapter} if options.adapter is not None else None
+    engine = load(**given(options, load), adapters=adapters)
     encoded = _encoded(engine, options, prompts)
     mode = engine.resolved(config, len(prompts) if len(prompts) > 1 else None)["mode"]
     if config.mode == "auto" and options.threshold is None and options.min_layers is None and not options.quiet:
@@ -115,7 +127,7 @@ def run_generate(options: Namespace) -> int:
 
 
 def _encoded(engine: "Engine", options: Namespace, prompts: Sequence[str]) -> list[list[int]]:
-    """The prompts as token ids, with --chat each as a user's message."""
+    """Returns the token ids of the prompts, with --chat formatted as users' messages."""
     if not options.chat:
         return [engine.tokenizer.encode(prompt) for prompt in prompts]
     from tide_export.runtime.chat_template import ChatTemplate
@@ -174,7 +186,7 @@ def _print_batch(
 
 
 def _read(name: str, path: str) -> str:
-    """The text of the file that an option names."""
+    """Returns the text of the file that an option names."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

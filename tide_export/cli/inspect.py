@@ -1,4 +1,4 @@
-"""The command `tide-export inspect`: its options, and what it prints."""
+"""The command `tide-export inspect`: its options and output."""
 
 import argparse
 import json
@@ -14,24 +14,23 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--roofline",
         metavar="GPU",
-        help="predict instead what a token takes on a GPU, such as H100-SXM, or at a bandwidth, such as 1.2TB/s, for "
-        "TensorRT",
+        help="predict a token's time with TensorRT on a GPU, such as H100-SXM, or at a bandwidth, such as 1.2TB/s",
     )
     parser.add_argument(
         "--context",
         type=int,
         metavar="N",
-        help="--roofline: tokens in the K/V (1024, or half of what shorter buffers hold)",
+        help="--roofline: tokens in the K/V cache (1024, or half of shorter buffers)",
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print it as JSON")
+    how.add_argument("--json", action="store_true", help="print JSON")
     how.add_argument(
         "--trtexec", action="store_true", help="print the trtexec command that builds each engine, for TensorRT"
     )
 
 
 def run_inspect(options: Namespace) -> int:
-    """Prints what is in a bundle, or what `--trtexec` or `--roofline` asks for."""
+    """Prints a bundle's contents, its trtexec commands or its roofline."""
     from tide_export.bundle.inspect import describe, render
     from tide_export.bundle.opened import open_bundle
 

@@ -1,8 +1,8 @@
-"""The command `tide-export`: reads options, calls one function of the package, prints what it returns.
+"""The command `tide-export`: reads options, calls one function of the package and prints its result.
 
-`cli.options` has the options; here is a short function per command, which imports what it calls, so that `generate`,
-`bench` and `inspect` start fast and work without PyTorch. Exit codes: 0 done, 1 `validate` found a difference, 2 a
-user's mistake, explained in one line on stderr, 130 interrupted.
+`cli.options` defines the options. Each command has a short function here that imports what it calls, so that
+`generate`, `bench` and `inspect` start fast and work without PyTorch. Exit codes: 0 done, 1 `validate` found a
+difference, 2 a user's mistake, explained in one line on stderr, 130 interrupted.
 """
 
 import json
@@ -27,15 +27,15 @@ from tide_export.cli.options import PROGRAM, build_parser, config_flag
 from tide_export.cli.serve import run_serve
 from tide_export.cli.torch_environment import prepare
 from tide_export.cli.triton import run_triton
+from tide_export.common.files import NO_SPACE
 from tide_export.errors import ConfigError, TideError
-from tide_export.files import NO_SPACE
 
 if TYPE_CHECKING:
-    from tide_export.config import TideConfig
+    from tide_export.calibration.config import TideConfig
 
 logger = logging.getLogger("tide_export")
 
-# Fields of `TideConfig` that are used when the routers are fitted already.
+# Fields of `TideConfig` that export uses when the routers are already fitted.
 EXPORT_FIELDS = {"epsilon", "exit_threshold", "min_layers", "max_pending"}
 EXPORT_FIELDS |= {"kv_cache_strategy", "kv_cache", "compaction_threshold"}
 QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}  # gptq reads text
@@ -44,7 +44,7 @@ CONFIGURED = ("adapt", "calibrate", "draft", "export", "serve", "triton")  # com
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code (usage errors leave through SystemExit with code 2)."""
+    """Runs one command and returns its exit code; usage errors raise SystemExit with code 2."""
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if not word.startswith("-")), None)
     try:
@@ -57,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Namespace) -> int:
-    """Runs the command; turns what a user can mend into one line and an exit code."""
+    """Runs the command; turns errors that users can fix into one line and an exit code."""
     try:
         code = COMMANDS[options.command](options)
-        sys.stdout.flush()  # here, where a reader that has left can still be noticed
+        sys.stdout.flush()  # raises BrokenPipeError here rather than at exit
         return code
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output (head, less) has left: nothing went wrong here
+    except BrokenPipeError:  # the reader of our output (head, less) has ended, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (TideError, OSError, MemoryError, ModuleNotFoundError) as error:
@@ -163,8 +163,8 @@ def _print_report(options: Namespace, report: Any) -> None:
 
 
 def _config(options: Namespace) -> "TideConfig":
-    """The settings of the recipe, if one is given, overridden by the command line."""
-    from tide_export.config import TideConfig
+    """Returns the settings of the recipe, if given, overridden by the command line."""
+    from tide_export.calibration.config import TideConfig
 
     recipe = _recipe(options.recipe)
     try:
@@ -175,15 +175,15 @@ def _config(options: Namespace) -> "TideConfig":
 
 
 def _config_options(options: Namespace) -> dict[str, Any]:
-    """The fields of `TideConfig` set on the command line."""
-    from tide_export.config import TideConfig
+    """Returns the fields of `TideConfig` set on the command line."""
+    from tide_export.calibration.config import TideConfig
 
     return {name: value for name, value in given(options).items() if name in TideConfig.model_fields}
 
 
 def _recipe(path: str | None) -> dict[str, Any]:
-    """The fields of `TideConfig` in a TOML file."""
-    from tide_export.config import TideConfig
+    """Returns the fields of `TideConfig` in a TOML file."""
+    from tide_export.calibration.config import TideConfig
 
     if path is None:
         return {}
@@ -201,15 +201,18 @@ def _recipe(path: str | None) -> dict[str, Any]:
 
 
 def _recipes_near(path: Path) -> str:
-    """The recipes in the folder of `path`, or else in this repository's when a checkout is the current folder."""
+    """Lists the recipes in the folder of `path`, or else in the checkout that is the current folder."""
     folders = [Path("calibration/recipes")] if path.parent == Path() else [path.parent, Path("calibration/recipes")]
     recipes = next((names for folder in folders if (names := sorted(map(str, folder.glob("*.toml"))))), [])
     return f"; there are {', '.join(recipes)}" if recipes else ""
 
 
 def _refuse_calibration_options(options: Namespace, because: str, used: Collection[str] = EXPORT_FIELDS) -> None:
-    """With fitted routers nothing is calibrated: an option for that is a mistake. Raises ConfigError: naming the
-    option."""
+    """Refuses calibration options where routers are already fitted.
+
+    Raises:
+        ConfigError: such an option is given; the message names it.
+    """
     for name in _recipe(options.recipe) | _config_options(options):
         if name not in used:
             raise ConfigError(f"{config_flag(name)} does nothing with {because}: the routers are fitted already")
@@ -221,7 +224,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _sentence(error: BaseException) -> str:
-    """An error as one line."""
+    """Returns an error's message on one line."""
     if isinstance(error, MemoryError):
         return "not enough memory"
     if isinstance(error, OSError) and error.filename is None and error.errno in NO_SPACE:
@@ -233,14 +236,14 @@ def _sentence(error: BaseException) -> str:
 
 @contextmanager
 def _log_to_stderr(verbosity: int) -> Iterator[None]:
-    """Sends the package's log to stderr: by default a line per stage, with -q only warnings, with -v everything."""
+    """Logs the package to stderr: a line per stage, with -q only warnings, with -v everything."""
     level, handler = logger.level, logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.setLevel({-1: logging.WARNING, 0: logging.INFO}.get(max(verbosity, -1), logging.DEBUG))
     logger.addHandler(handler)
     try:
         yield
-    finally:  # main may be called from a program that has a log of its own
+    finally:  # main may be called from a program that logs elsewhere
         logger.removeHandler(handler)
         logger.setLevel(level)
 

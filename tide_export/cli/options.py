@@ -1,7 +1,7 @@
 """The options of every `tide-export` command, and their help.
 
-An option's destination is the parameter it is given for. One that is not given stays None, so that the default of the
-function, the recipe or the bundle holds.
+An option's destination is the name of a function's parameter. An option that is not given is None, so that the default
+of the function, the recipe or the bundle applies.
 """
 
 import argparse
@@ -16,15 +16,15 @@ from tide_export.cli.hub import add_pull_options, add_push_options
 from tide_export.cli.inspect import add_inspect_options
 from tide_export.cli.serve import add_serve_options
 from tide_export.cli.triton import add_triton_options
+from tide_export.common.version import __version__
 from tide_export.thresholds.resolve import MODES
-from tide_export.version import __version__
 
 PROGRAM = "tide-export"
 QUALITY_TOKENS = 2048  # of `validate --quality`
 
 
 def _thresholds(text: str) -> float | list[float]:
-    """One threshold for all checkpoints, or a list with one per checkpoint."""
+    """Parses one threshold for all checkpoints, or a list with one per checkpoint."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -33,7 +33,7 @@ def _thresholds(text: str) -> float | list[float]:
 
 
 def _threshold_list(text: str) -> list[float]:
-    """Thresholds to try one after the other."""
+    """Parses a list of thresholds to try one after the other."""
     values = _thresholds(text)
     return values if isinstance(values, list) else [values]
 
@@ -45,17 +45,17 @@ SPEC_HELP = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
+    """An ArgumentParser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def build_parser(config: bool = True) -> argparse.ArgumentParser:
-    """The parser of all commands; `command` in its result is the command's name.
+    """Returns the parser of all commands; `command` in its result is the command's name.
 
     Args:
-        config: with the options that set a `TideConfig`, which needs pydantic.
+        config: include the options that are fields of settings, which need pydantic.
     """
     parser = _Parser(prog=PROGRAM, description="From a Hugging Face causal LM to an engine that really skips layers.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
@@ -80,18 +80,18 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
 def _command(commands, name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
     parser.add_argument("-q", "--quiet", action="count", default=0, help="only warnings and errors")
-    parser.add_argument("-v", "--verbose", action="count", default=0, help="more about what happens")
-    parser.add_argument("--debug", action="store_true", help="a traceback with an error")
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="log everything")
+    parser.add_argument("--debug", action="store_true", help="print tracebacks")
     return parser
 
 
 def config_flag(field: str) -> str:
-    """The option that sets a field of `TideConfig`."""
+    """Returns the option that sets a field of `TideConfig`."""
     return "--dataset" if field == "calibration_dataset" else f"--{field.replace('_', '-')}"
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    from tide_export.config import TideConfig  # needs pydantic
+    from tide_export.calibration.config import TideConfig  # needs pydantic
 
     group = parser.add_argument_group("calibration and exits (defaults in parentheses)")
     group.add_argument("--recipe", metavar="FILE", help="TOML file with these settings, dashes written as underscores")
@@ -100,18 +100,13 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_adapt(commands, config: bool) -> None:
-    parser = _command(
-        commands,
-        "adapt",
-        "Train a model so that its early layers agree with its last one, before `calibrate`.",
-        SPEC_HELP,
-    )
+    parser = _command(commands, "adapt", "Train a model to agree early with its last layer.", SPEC_HELP)
     _add_trust(parser)
     add_adapt_options(parser, config)
 
 
 def _add_draft(commands, config: bool) -> None:
-    parser = _command(commands, "draft", "Train a drafter for a bundle on its own answers: `lossless` gets faster.")
+    parser = _command(commands, "draft", "Train a drafter on a bundle's answers, to make `lossless` mode faster.")
     _add_trust(parser)
     add_draft_options(parser, config)
 
@@ -122,12 +117,10 @@ def _add_calibrate(commands, config: bool) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="router file to write (.safetensors)")
     parser.add_argument("--from-tide", metavar="FILE", help="convert TIDE's own router.pt instead of fitting anything")
     parser.add_argument(
-        "--report", metavar="FILE", help="write what the model gains to this .html (and a .png beside it)"
+        "--report", metavar="FILE", help="write a report of the gains: this .html, and a .png beside it"
     )
-    parser.add_argument(
-        "--cache", metavar="FOLDER", help="keep hidden states on disk: a run that is killed goes on from there"
-    )
-    parser.add_argument("--device-map", choices=["auto"], help="spread a model larger than one device over several")
+    parser.add_argument("--cache", metavar="FOLDER", help="keep hidden states on disk, from which a killed run resumes")
+    parser.add_argument("--device-map", choices=["auto"], help="spread the model over several devices")
     _add_trust(parser)
     if config:
         _add_config(parser)
@@ -143,57 +136,61 @@ def _add_export(commands, config: bool) -> None:
         dest="targets",
         action="append",
         choices=TARGETS,
-        help="engine, may be repeated; every bundle runs on onnxruntime (onnxruntime)",
+        help="engine; may be repeated; every bundle runs on onnxruntime (onnxruntime)",
     )
     parser.add_argument(
         "--weights",
         choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS, *NETWORK_MATRICES))),
-        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: as the checkpoint is: GPTQ or AWQ, bf16 or fp16, else "
-        "fp32); tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
+        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: the checkpoint's GPTQ, AWQ, bf16 or fp16, else fp32); "
+        "tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
     )
-    parser.add_argument("--quantization", metavar="X", help="int8, int4: rtn, round to nearest, or gptq, on text (rtn)")
     parser.add_argument(
-        "--block-size", type=int, metavar="N", help="weights of one scale; 16, 32, 64, 128, 256 (int4: 32, int8: 64)"
+        "--quantization", metavar="X", help="int8, int4: rtn (round to nearest) or gptq (on text) (rtn)"
+    )
+    parser.add_argument(
+        "--block-size", type=int, metavar="N", help="weights per scale; 16, 32, 64, 128, 256 (int4: 32, int8: 64)"
     )
     parser.add_argument(
         "--accuracy-level",
         type=int,
         metavar="N",
-        help="integers: matmuls in 0 any type, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, much the fastest)",
+        help="type of integer matmuls: 0 any, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, by far the fastest)",
     )
     parser.add_argument("--symmetric", type=yes_or_no, metavar="X", help="int8, int4: no zero points, yes or no (yes)")
     parser.add_argument(
-        "--no-engines", dest="engines", action="store_false", help="build no engines: `build` does, on another machine"
+        "--no-engines",
+        dest="engines",
+        action="store_false",
+        help="build no engines; run `build` on another machine instead",
     )
     _add_plugins(parser)
-    parser.add_argument(
-        "--device-map", choices=["auto"], help="spread a model larger than the memory over devices and disk"
-    )
+    parser.add_argument("--device-map", choices=["auto"], help="spread the model over devices, memory and disk")
     _add_trust(parser)
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
     _add_batch_size(parser, "8")
+    parser.add_argument(
+        "--lora-rank", type=int, metavar="N", help="leave room for low-rank adapters (LoRA) of at most this rank (none)"
+    )
     parser.add_argument("--draft-head", metavar="HEAD", help="draft with an EAGLE-3 head, or MODEL's MTP layer (none)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
     parser.add_argument(
         "--no-validate",
         "--no-check",
         dest="validate",
         action="store_false",
-        help="skip the short comparison with the model at the end",
+        help="skip the comparison with the model at the end",
     )
     parser.add_argument(
-        "--no-report", dest="report", action="store_false", help="put no report.html and report.png into the bundle"
+        "--no-report", dest="report", action="store_false", help="omit report.html and report.png from the bundle"
     )
     if config:
         _add_config(parser)
 
 
 def _add_build(commands) -> None:
-    parser = _command(
-        commands, "build", "Build a bundle's TensorRT engines anew, for the GPU and the versions of this machine."
-    )
-    parser.add_argument("bundle", metavar="BUNDLE", help="exported for tensorrt or tensorrt-rtx")
-    parser.add_argument("--target", choices=FLAVOURS, help="(what the bundle was exported for)")
+    parser = _command(commands, "build", "Build a bundle's TensorRT engines for this machine's GPU and versions.")
+    parser.add_argument("bundle", metavar="BUNDLE", help="a bundle exported for tensorrt or tensorrt-rtx")
+    parser.add_argument("--target", choices=FLAVOURS, help="engine to build for (the bundle's target)")
     _add_batch_size(parser, "as before")
     _add_plugins(parser)
 
@@ -210,10 +207,10 @@ def _add_validate(commands) -> None:
         "--model", dest="model_name", required=True, metavar="MODEL", help="the model the bundle was made from"
     )
     _add_trust(parser)
-    parser.add_argument("--dataset", metavar="SPEC", help="text for the prompts (what the routers were calibrated on)")
-    parser.add_argument("--prompts", type=int, metavar="N", help="how many prompts (16)")
+    parser.add_argument("--dataset", metavar="SPEC", help="text for the prompts (the text of the calibration)")
+    parser.add_argument("--prompts", type=int, metavar="N", help="number of prompts (16)")
     parser.add_argument("--longest-prompt", type=int, metavar="N", help="in tokens (128)")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="generated after each prompt (32)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens generated per prompt (32)")
     parser.add_argument(
         "--threshold",
         dest="thresholds",
@@ -228,8 +225,8 @@ def _add_validate(commands) -> None:
         nargs="?",
         const=QUALITY_TOKENS,
         metavar="N",
-        help=f"measure perplexity, and how often the most likely token is full depth's, on N tokens of text that the "
-        f"routers have not seen ({QUALITY_TOKENS})",
+        help="measure perplexity and top-1 agreement with full depth on N tokens of text that the routers have not "
+        f"seen ({QUALITY_TOKENS})",
     )
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--provider", help="check only this engine (the graph and the segment networks, on the CPU)")
@@ -242,44 +239,51 @@ def _add_tune(commands) -> None:
     parser = _command(
         commands,
         "tune",
-        "Find thresholds that hold a guarantee of how often a token differs from full depth, and store them; or, with "
-        "--mode lossless, how to draft on this machine to be fastest.",
+        "Find and store thresholds with a guarantee of how often a token differs from full depth; or, with --mode "
+        "lossless, the fastest drafting settings on this machine.",
         SPEC_HELP,
     )
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--dataset", required=True, metavar="SPEC", help="text the routers have not seen")
-    parser.add_argument("--mode", choices=["exit", "lossless"], help="exit: a guarantee; lossless: only speed (exit)")
-    parser.add_argument("--epsilon", type=float, metavar="X", help="share of tokens that may differ; exit needs it")
-    parser.add_argument("--delta", type=float, metavar="X", help="risk that the guarantee is wrong; exit needs it")
+    parser.add_argument(
+        "--mode", choices=["exit", "lossless"], help="exit: certify thresholds; lossless: tune drafting (exit)"
+    )
+    parser.add_argument("--epsilon", type=float, metavar="X", help="share of tokens that may differ; required for exit")
+    parser.add_argument("--delta", type=float, metavar="X", help="risk that the guarantee is wrong; required for exit")
     parser.add_argument("--model", metavar="MODEL", help="check that the bundle was made from this model's weights")
     _add_trust(parser)
     parser.add_argument(
-        "--prompts", type=int, metavar="N", help="at most, a third of them to choose with (600; lossless 48)"
+        "--prompts", type=int, metavar="N", help="maximum prompts, a third of them to choose with (600; lossless 48)"
     )
     parser.add_argument(
         "--prompts-per-document",
         type=int,
         metavar="N",
-        help="at most; with more than 1 the guarantee is about the documents tested (1; lossless 4)",
+        help="maximum; above 1 the guarantee is about the tested documents (1; lossless 4)",
     )
     parser.add_argument(
-        "--prompt-length", type=int, metavar="N", help="tokens before a scored or generated one (32; lossless 48)"
+        "--prompt-length",
+        type=int,
+        metavar="N",
+        help="tokens before the first scored or generated one (32; lossless 48)",
     )
     parser.add_argument("--positions", type=int, metavar="N", help="tokens scored per prompt; only exit (32)")
     parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens generated per prompt; only lossless (64)")
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="of sampling them, 0 for greedy; only lossless (.8)"
+        "--temperature", type=float, metavar="X", help="sampling temperature, 0 for greedy; only lossless (.8)"
     )
-    parser.add_argument("--min-layers", type=int, metavar="N", help="checkpoints with fewer never exit (the bundle's)")
+    parser.add_argument(
+        "--min-layers", type=int, metavar="N", help="checkpoints with fewer layers never exit (the bundle's)"
+    )
     parser.add_argument(
         "--slots",
         type=whole_numbers,
         metavar="N,N",
-        help="sequences at once, 2 or more, for which it is measured too whether the mode pays (none)",
+        help="concurrent sequences, 2 or more, for which the mode's speed is measured too (none)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="of the draw of prompts (0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the choice of prompts (0)")
     parser.add_argument("--threads", type=int, metavar="N")
-    parser.add_argument("--dry-run", action="store_true", help="leave the bundle as it is")
+    parser.add_argument("--dry-run", action="store_true", help="do not change the bundle")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -291,28 +295,32 @@ def _add_generate(commands) -> None:
         "--mode",
         choices=MODES,
         help="auto: the fastest as measured by export or tune; full: every layer for every token; exit: tokens exit "
-        "where a router's score is above its threshold; lossless: exits and n-grams of earlier text are drafts, which "
-        "the full model verifies (auto, with --threshold or --min-layers exit)",
+        "where a router's score is above its threshold; lossless: the full model verifies drafts by exits and n-grams "
+        "(auto, with --threshold or --min-layers exit)",
     )
     parser.add_argument(
-        "--prompt-lookup", type=int, metavar="N", help="--mode lossless: draft up to N tokens from earlier text"
+        "--prompt-lookup",
+        type=int,
+        metavar="N",
+        help="--mode lossless: maximum tokens of an n-gram draft from earlier text",
     )
-    parser.add_argument("--drafter", type=int, metavar="N", help="--mode lossless: up to N drafts of the drafter")
+    parser.add_argument("--drafter", type=int, metavar="N", help="--mode lossless: maximum drafts of the drafter")
+    parser.add_argument("--adapter", metavar="FOLDER", help="run with this low-rank adapter (LoRA), as peft writes it")
     add_sampling_options(parser)
     parser.add_argument(
         "--compaction-threshold",
         type=float,
         metavar="X",
-        help="of several prompts: where a smaller share than this needs a segment, only those run it (the "
-        "bundle's; lossless 0)",
+        help="several prompts: if a smaller share of them than this needs a segment, only those run it (the bundle's; "
+        "lossless 0)",
     )
     _add_engine_options(parser)
 
 
 def _add_serve(commands, config: bool) -> None:
-    parser = _command(commands, "serve", "Serve a bundle over HTTP, as OpenAI's API; ends with SIGTERM or Ctrl-C.")
+    parser = _command(commands, "serve", "Serve a bundle over HTTP with OpenAI's API until SIGTERM or Ctrl-C.")
     add_serve_options(parser, config)
-    _add_engine_options(parser, json="log one JSON object a line")
+    _add_engine_options(parser, json="log one JSON object per line")
 
 
 def _add_triton(commands, config: bool) -> None:
@@ -327,8 +335,8 @@ def _add_bench(commands) -> None:
     )
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue (a built-in one)")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="the prompt is cut to this (64)")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="decoded in each run (64)")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of the prompt, cut to this (64)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens decoded per run (64)")
     parser.add_argument("--repeat", type=int, metavar="N", help="interleaved runs of each mode (9)")
     _add_exit_options(parser)
     _add_engine_options(parser)
@@ -366,7 +374,7 @@ def _add_batch_size(parser: argparse.ArgumentParser, default: str) -> None:
         "--batch-size",
         type=int,
         metavar="N",
-        help=f"tensorrt and tensorrt-rtx: prompts in a batch, at most ({default})",
+        help=f"tensorrt and tensorrt-rtx: maximum prompts in a batch ({default})",
     )
 
 
@@ -378,7 +386,7 @@ def _add_plugins(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugins",
         metavar="LIBRARY",
-        help="libtide_plugins.so for tensorrt engines, or none (TIDE_PLUGINS, or an installed one)",
+        help="libtide_plugins.so for tensorrt engines, or none (TIDE_PLUGINS, or the installed library)",
     )
 
 
@@ -387,6 +395,6 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
         "--trust-remote-code",
         action="store_true",
         default=None,
-        help="run Python code from the model's own folder (auto_map), which can do all that you can: only for a model "
-        "whose code you have read or whose author you trust (no)",
+        help="run Python code from the model's folder (auto_map) with all your rights: only for a model whose code you "
+        "have read or whose author you trust (no)",
     )

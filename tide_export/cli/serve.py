@@ -18,13 +18,28 @@ PACKAGES = ("pydantic", "fastapi", "starlette", "uvicorn", "prometheus_client", 
 
 
 def add_serve_options(parser: argparse.ArgumentParser, config: bool) -> None:
-    """Adds the options; with `config` those of `ServerConfig` too, which needs pydantic."""
+    """Adds the options, with `config` also those of `ServerConfig`, which need pydantic."""
     parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument(
+        "--adapter",
+        dest="adapters",
+        type=_named_folder,
+        action="append",
+        metavar="NAME=FOLDER",
+        help="load this low-rank adapter (LoRA), which requests name as their model; may be repeated",
+    )
     if not config:
         return
     from tide_export.serving.config import ServerConfig
 
     add_server_fields(parser, ServerConfig.model_fields)
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    name, separator, folder = text.partition("=")
+    if not (name and separator and folder):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER")
+    return name, folder
 
 
 def add_server_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
@@ -40,7 +55,11 @@ def add_server_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> 
 
 
 def server_config(options: Namespace) -> "ServerConfig":
-    """The fields of `ServerConfig` among the options. Raises ConfigError: one is out of range."""
+    """Returns the `ServerConfig` of the options.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
     from pydantic import ValidationError
 
     from tide_export.serving.config import ServerConfig
@@ -54,7 +73,7 @@ def server_config(options: Namespace) -> "ServerConfig":
 
 
 def run_serve(options: Namespace) -> int:
-    """Serves until it is told to stop."""
+    """Serves until SIGTERM or Ctrl-C."""
     config = server_config(options)
     try:
         from tide_export.serving.app import serve
@@ -71,12 +90,13 @@ def run_serve(options: Namespace) -> int:
         verify=options.verify,
         plugins=options.plugins,
         device=options.device,
+        adapters=dict(options.adapters or ()),
     )
     return 0
 
 
 def _log(options: Namespace) -> None:
-    """Sends what the server and uvicorn log to stderr, as lines of text or JSON."""
+    """Logs the server and uvicorn to stderr, as lines of text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if options.json else logging.Formatter("%(asctime)s %(message)s"))
     for name in ("tide_export.serving", "tide_export.scheduling", "uvicorn"):
@@ -86,7 +106,7 @@ def _log(options: Namespace) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object; what its `fields` hold are fields of it."""
+    """Formats a record as one JSON object, with the entries of its `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         about = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}

@@ -10,11 +10,11 @@ LOADING = ("provider", "threads", "plugins", "device")
 
 
 def add_triton_options(parser: argparse.ArgumentParser, config: bool) -> None:
-    """Adds the options; with `config` those of `ServerConfig` too, which needs pydantic."""
+    """Adds the options, with `config` also those of `ServerConfig`, which need pydantic."""
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--repository", required=True, metavar="FOLDER", help="of tritonserver --model-repository")
-    parser.add_argument("--name", metavar="TEXT", help="the model's name (the bundle's folder)")
-    parser.add_argument("--copy", action="store_true", help="copy the bundle; else the repository links to it")
+    parser.add_argument("--name", metavar="TEXT", help="name of the model (the bundle's folder)")
+    parser.add_argument("--copy", action="store_true", help="copy the bundle instead of linking to it")
     if config:
         add_server_fields(parser, FIELDS)
 

@@ -1,1 +1,1 @@
-"""The main flow from a model to a bundle, one stage a line."""
+"""The main flow from a model to a bundle."""

@@ -5,16 +5,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tide_export.bundle.file_names import REPORT_FILE
 from tide_export.calibration import flow as calibration
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
+from tide_export.common.files import check_writable, failure
+from tide_export.common.progress import stage
 from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import ConfigError
-from tide_export.files import check_writable, failure
 from tide_export.model.source import SourceModel, load_model
-from tide_export.names import REPORT_FILE
 from tide_export.pipeline.preflight import find_text, planned_checkpoints
 from tide_export.pipeline.request import ExportRequest
-from tide_export.progress import stage
 from tide_export.report.write import check_report_path, headline, write_report
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.attention.masks import layer_masks
@@ -33,19 +33,20 @@ def calibrate(
     device_map: str | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> RouterSet | None:
-    """Calibrates routers for `model` (folder, hub id or GGUF file) and writes them to `output` (safetensors).
+    """Calibrates routers for `model` and writes them to `output` (safetensors).
 
     Args:
-        report: a .html file for what the model gains by the routers; a picture of the same name goes beside it.
-        cache: a folder to keep hidden states in, so that a run that is killed can go on.
+        model: folder, hub id or GGUF file.
+        report: a .html file for the report of the gains; a picture of the same name is written beside it.
+        cache: folder that keeps hidden states, from which a killed run resumes.
         device_map: "auto" for a model larger than one device.
-        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
+        trust_remote_code: run Python code from the model's folder (see `model.source.load_model`).
 
     Returns:
-        The routers; None in all but the main one of several processes.
+        The routers; None in every process but the main one.
 
     Raises:
-        TideError: of the stage that failed; nothing is written then.
+        TideError: a stage failed; nothing is written.
     """
     config, target = config or TideConfig(), Path(output)
     _check_router_path(target)
@@ -82,7 +83,7 @@ def calibrate_for_bundle(source: SourceModel, request: ExportRequest, folder: Pa
 
 
 def _check_router_path(target: Path) -> None:
-    """Refuses a router file that could not be written after the calibration."""
+    """Checks before the calibration that the router file can be written."""
     folder = target.resolve().parent
     if not folder.is_dir():
         raise ConfigError(f"cannot write routers to {target}: the folder {target.parent} does not exist")

@@ -1,6 +1,6 @@
-"""Writes the contents of a bundle: graph and weights, networks, tokenizer, routers; and describes them in a manifest.
+"""Writes the contents of a bundle: graph and weights, networks, tokenizer, routers, manifest.
 
-Called by `pipeline.flow` once the graph is lowered; `bundle.store` then puts the folder in place.
+`pipeline.flow` calls it with a lowered graph; `bundle.store` then moves the folder into place.
 """
 
 import logging
@@ -13,54 +13,25 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE, ROUTERS_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import FLOAT32_KV, Manifest, Quantization, TensorInfo
 from tide_export.bundle.model_info import ModelInfo, StateInfo
+from tide_export.calibration.config import TideConfig
+from tide_export.common.version import __version__
 from tide_export.compose.cut import Pieces
-from tide_export.config import TideConfig
 from tide_export.data.sequences import load_tokenizer
-from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
+from tide_export.errors import ModelError, UnsupportedModelError
+from tide_export.graph.builder import OPSET
+from tide_export.graph.rewriting import required
 from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.router_set import RouterSet
-from tide_export.trace.attention.indexed import chosen_keys
-from tide_export.trace.attention.masks import layer_masks
-from tide_export.trace.rewriting import present
-from tide_export.trace.tracer import OPSET
-from tide_export.version import __version__
 
 logger = logging.getLogger("tide_export")
 
-INLINE_BYTES = 1024  # weights up to this size are in the graph's own file
-
-
-def context_length(source: SourceModel, max_length: int | None) -> int:
-    """Returns the most tokens of a sequence: `max_length`, at most what the graph is exact for.
-
-    Raises:
-        ConfigError: `max_length` is out of range, or the model sets no bound and none is given.
-        UnsupportedModelError: the model attends in a way that cannot be exported.
-    """
-    limit, why = source.context_length, "the model's context"
-    if limit is not None and limit == source.longrope_length:
-        why = "longer ones would change the rotary angles of tokens already cached (longrope)"
-    blocks = [mask.size for mask in layer_masks(source.model, source.num_layers) or () if mask and mask.kind == "chunk"]
-    if blocks and (limit is None or min(blocks) < limit):
-        limit, why = min(blocks), "layers attend in blocks of that many tokens"
-    chosen = min(chosen_keys(source.model).values(), default=limit)
-    if chosen is not None and (limit is None or chosen < limit):
-        limit, why = chosen, "longer ones would attend to chosen tokens only"
-    if max_length is None:
-        if limit is None:
-            raise ConfigError(f"{source.name} sets no context length of its own: give --max-length")
-        if limit != getattr(source.text_config, "max_position_embeddings", None):
-            logger.warning("the bundle holds sequences of at most %d tokens: %s", limit, why)
-        return limit
-    if max_length < 2 or (limit is not None and max_length > limit):
-        raise ConfigError(f"max_length must lie in 2..{limit or 'any'} ({why}), not {max_length}")
-    return max_length
+INLINE_BYTES = 1024  # weights up to this size are stored in the graph's file
 
 
 def write_contents(
@@ -72,24 +43,29 @@ def write_contents(
     routers: RouterSet,
     lower: Callable[[ir.Model], ir.Model],
 ) -> None:
-    """Writes what every bundle holds: the graph, composed of `pieces` and lowered by `lower`, networks for batches of
-    sequences where there can be such, tokenizer and routers."""
+    """Writes the contents of every bundle: graph, batch networks if possible, tokenizer and routers.
+
+    Args:
+        graph: the lowered step graph.
+        pieces: the pieces that it was composed of, for the batch networks.
+        lower: lowers the batch networks.
+    """
     save_graph(graph, folder, manifest)
     try:
         save_batch_networks(folder, pieces, routers.arrays(), routers.lens_arrays(), lower=lower)
     except UnsupportedModelError as error:
         logger.warning("the bundle will take one prompt at a time: no networks for batches of this model: %s", error)
     save_tokenizer(request, folder)
-    routers.save(folder / names.ROUTERS_FILE)
+    routers.save(folder / ROUTERS_FILE)
 
 
 def write_networks(
     folder: Path, request: ExportRequest, manifest: Manifest, pieces: Pieces, routers: RouterSet, source: SourceModel
 ) -> Manifest:
-    """Writes the segment networks, if `request` has a target that takes them; returns the manifest with them."""
+    """Writes segment networks if `request` has a target for them; returns the updated manifest."""
     if request.flavour is None:
         return manifest
-    weights, length = request.network_weights(source.exact_in), present(manifest.model.context_length)
+    weights, length = request.network_weights(source.exact_in), required(manifest.model.context_length)
     networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), length, weights, source.quantized)
     networks.save(folder)
     info = networks.info(manifest, request.max_batch_size)
@@ -99,20 +75,20 @@ def write_networks(
 def save_graph(graph: ir.Model, folder: Path, manifest: Manifest) -> None:
     """Writes model.onnx, and every weight of more than INLINE_BYTES to model.onnx.data.
 
-    Two weights that share an array under two shapes (a quantized head tied to the embedding) are written once. The
-    graph records the fields of `manifest` that a runtime compares (see `Manifest.graph_metadata`).
+    Two weights that share an array with two shapes (a quantized head tied to the embedding) are written once. The graph
+    records the fields of `manifest` that a runtime compares (see `Manifest.graph_metadata`).
     """
     graph.metadata_props.update(manifest.graph_metadata)
     shared = _shared_weights(graph)
     if not shared:
-        ir.save(graph, folder / names.GRAPH_FILE, external_data=names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
+        ir.save(graph, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
         return
     weights = graph.graph.initializers
     tensors = {name: value.const_value for name, value in weights.items()}
     try:
         for name in shared:
             weights[name].const_value = ir.tensor(np.zeros(0, np.uint8), name=name)  # until its owner is stored
-        ir.external_data.unload_from_model(graph, folder, names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
+        ir.external_data.unload_from_model(graph, folder, WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
         for name, owner in shared.items():
             stored, tensor = weights[owner].const_value, tensors[name]
             assert isinstance(stored, ir.ExternalTensor)
@@ -125,14 +101,14 @@ def save_graph(graph: ir.Model, folder: Path, manifest: Manifest) -> None:
                 shape=ir.Shape(tensor.shape.numpy()),
                 name=name,
             )
-        ir.save(graph, folder / names.GRAPH_FILE)
-    finally:  # as `ir.save` does: the caller's graph is not changed
+        ir.save(graph, folder / GRAPH_FILE)
+    finally:  # leaves the caller's graph unchanged, as `ir.save` does
         for name, tensor in tensors.items():
             weights[name].const_value = tensor
 
 
 def _shared_weights(graph: ir.Model) -> dict[str, str]:
-    """Weights that share another weight's array under another shape, by name, each with the other's name."""
+    """Returns weight -> the other weight whose array it shares with another shape, by name."""
     first: dict[tuple[int, int], str] = {}
     shared: dict[str, str] = {}
     for name, value in graph.graph.initializers.items():
@@ -145,15 +121,15 @@ def _shared_weights(graph: ir.Model) -> dict[str, str]:
 
 
 def save_tokenizer(request: ExportRequest, folder: Path) -> None:
-    """Copies the model's tokenizer, never its code; without one the bundle is for callers that bring token ids."""
+    """Copies the model's tokenizer without its code; a bundle without tokenizer takes only token ids."""
     try:
         tokenizer = load_tokenizer(request.model, request.trust_remote_code)
         if not tokenizer.is_fast:
             raise ModelError(f"the tokenizer of model {request.model!r} is Python code")
-        type(tokenizer)._auto_class = None  # transformers would copy a module of the model's own
+        type(tokenizer)._auto_class = None  # transformers would copy the model's Python module
         tokenizer.save_pretrained(folder)
     except ModelError as error:
-        # As text: a handler that keeps records would keep the traceback with it, and so the model.
+        # As text: a handler that keeps records would keep the error's traceback, and so the model.
         logger.warning("the bundle has no tokenizer, only token ids can be given to it: %s", str(error))
 
 
@@ -166,10 +142,10 @@ def make_manifest(
     length: int,
     half: str | None = None,
 ) -> Manifest:
-    """Returns the manifest of a bundle with the graph that was composed of `pieces`, without its files.
+    """Returns the manifest, without files, of a bundle whose graph was composed of `pieces`.
 
     Args:
-        half: as given to `lower_for_onnxruntime`.
+        half: the argument of `lower_for_onnxruntime`.
     """
     shares = pieces.kv_layers != tuple(range(source.num_layers))
     return Manifest(
@@ -185,6 +161,7 @@ def make_manifest(
             kv_shapes=pieces.kv_shapes,
             kv_layers=pieces.kv_layers if shares else None,
             states=tuple(StateInfo(one.layer, one.number, one.shape, one.undo) for one in pieces.states) or None,
+            lora=pieces.lora,
         ),
         checkpoints=routers.checkpoints,
         thresholds=(config.exit_threshold,) * len(routers.checkpoints),

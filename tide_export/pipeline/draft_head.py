@@ -1,46 +1,49 @@
-"""A draft head as stages of the flow: read and traced once the model is loaded, composed and written with its graph."""
+"""The stages of the flow for a published draft head: reading, tracing, composing, writing."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
 
-from tide_export import names
+from tide_export.bundle.file_names import DRAFTER_FILE, network_file
 from tide_export.bundle.manifest import Manifest
+from tide_export.common.progress import stage
 from tide_export.compose import propagate, step_graph
 from tide_export.compose.cut import Pieces
 from tide_export.compose.drafter import DrafterPieces
 from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
-from tide_export.heads.eagle3 import read_eagle3
-from tide_export.heads.head import DraftHead
-from tide_export.heads.mtp import read_mtp
-from tide_export.heads.pieces import FC, fuse_of, head_pieces
+from tide_export.drafting.heads.eagle3 import read_eagle3
+from tide_export.drafting.heads.head import DraftHead
+from tide_export.drafting.heads.mtp import read_mtp
+from tide_export.drafting.heads.pieces import fuse_of, head_pieces
 from tide_export.model.source import HALF, SourceModel
+from tide_export.names.networks import DRAFTER
+from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.pipeline.request import ExportRequest
 from tide_export.pipeline.weights import lowering
-from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
 
 
 @dataclass(frozen=True, eq=False)
 class GivenHead:
-    """The draft head and what its drafter is composed of; neither where none is asked for."""
+    """The requested draft head and the pieces of its drafter; both None if none is requested."""
 
     head: DraftHead | None = None
     pieces: DrafterPieces | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers run after which it reads hidden states."""
+        """The numbers of layers after which it reads hidden states."""
         return () if self.head is None else self.head.layers
 
 
 def given_head(source: SourceModel, request: ExportRequest, length: int) -> GivenHead:
-    """Reads the draft head, with its own matrix in the type of the graph's, and traces it for sequences of `length`
-    tokens.
+    """Reads the draft head and traces it for sequences of `length` tokens.
+
+    Its matrices get the type of the graph's.
 
     Raises:
-        DraftError: it cannot be read or traced, or is not for this model.
+        DraftError: the head cannot be read or traced, or is for another model.
     """
     if request.draft_head is None:
         return GivenHead()
@@ -54,23 +57,23 @@ def given_head(source: SourceModel, request: ExportRequest, length: int) -> Give
 def compose(
     source: SourceModel, request: ExportRequest, pieces: Pieces, routers: RouterSet, given: GivenHead
 ) -> ir.Model:
-    """Composes the step graph and lowers it; its final states are those that the draft head reads."""
+    """Composes and lowers the step graph, whose final states are those that the draft head reads."""
     arrays, head = (routers.arrays(), routers.lens_arrays()), given.head
     if request.propagates:
         return lowering(source, request)(propagate.compose_propagating(pieces, *arrays))
     if head is None or head.fc is None:
         return lowering(source, request)(step_graph.compose(pieces, *arrays))
     fuse = fuse_of(head, quantized=source.quantized is not None)
-    return lowering(source, request, {FC: head.fc.numpy()})(step_graph.compose(pieces, *arrays, fuse))
+    return lowering(source, request, {DRAFT_HEAD_FUSION: head.fc.numpy()})(step_graph.compose(pieces, *arrays, fuse))
 
 
 def write_drafter(folder: Path, manifest: Manifest, given: GivenHead) -> Manifest:
-    """Writes the drafter, if there is one, beside graph and networks; returns the manifest with it."""
+    """Writes the drafter, if there is one; returns the updated manifest."""
     if given.head is None or given.pieces is None:
         return manifest
     record = {"layout": given.head.kind, "head": given.head.name}
     manifest = replace(manifest, drafter=drafter_info(given.pieces, manifest.model.weights_sha256, record))
-    save_drafter(folder, given.pieces, folder / names.DRAFTER_FILE)
+    save_drafter(folder, given.pieces, folder / DRAFTER_FILE)
     if manifest.has_drafter_network:
-        save_drafter_segment(folder, given.pieces, manifest, folder / names.network_file(names.DRAFTER))
+        save_drafter_segment(folder, given.pieces, manifest, folder / network_file(DRAFTER))
     return manifest

@@ -1,7 +1,7 @@
-"""The product on one page: load, quantize, trace, cut, calibrate, compose, lower, write, build, check, measure.
+"""The stages of an export: load, quantize, trace, cut, calibrate, compose, lower, write, build, check.
 
-Routers are calibrated after the trace, since a model that cannot be traced shall be refused before hours of
-calibration. Each stage gets all it needs from here, so that it can be read and tested alone.
+Routers are calibrated after the trace, so that a model that cannot be traced is refused before hours of calibration.
+Stages do not call each other: each gets all it needs from here and can be read and tested alone.
 """
 
 import gc
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest, writing_bundle
+from tide_export.common.progress import stage
 from tide_export.compose.cut import Pieces, cut
 from tide_export.engines.build import build_engines
 from tide_export.lower.tensorrt.lower import check_pieces
@@ -21,7 +22,6 @@ from tide_export.pipeline.draft_head import compose, given_head, write_drafter
 from tide_export.pipeline.preflight import check_source, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.pipeline.weights import choose_weights, explain_weights, lowering, prepare_weights
-from tide_export.progress import stage
 from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
@@ -31,17 +31,17 @@ from tide_export.verify.references import References
 
 @takes_request
 def export(request: ExportRequest) -> Path:
-    """Turns a model into a bundle and returns the bundle's path: `export(model, output, weights="int4")`.
+    """Exports a model to a bundle and returns the bundle's path: `export(model, output, weights="int4")`.
 
     Args:
-        request: what to make, or instead its fields, as positional and keyword arguments (see `ExportRequest`).
+        request: an `ExportRequest`, or its fields as positional and keyword arguments.
 
     Raises:
-        TideError: of the stage that failed; `output` is then as it was.
+        TideError: a stage failed; `output` is unchanged.
     """
     with writing_bundle(request.output, overwrite=request.overwrite) as folder:
         manifest, references = _write_graphs(request, folder)
-        gc.collect()  # the model is freed: engines are built and checked in the memory it had
+        gc.collect()  # frees the model's memory for building and checking engines
         if request.engines and request.flavour is not None:
             engines = build_engines(folder, manifest, request.flavour, request.plugin_library)
             manifest = replace(manifest, engines=engines)
@@ -55,7 +55,11 @@ def export(request: ExportRequest) -> Path:
 
 
 def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[References]]:
-    """Runs the stages that need the model in memory; returns the manifest so far, and `check_export`'s references."""
+    """Runs the stages that need the model in memory.
+
+    Returns:
+        The manifest so far, and the references for `check_export`.
+    """
     routers = given_routers(request)
     with stage("loading the model"):
         source = load_model(request.model, **request.loading)
@@ -91,7 +95,7 @@ def _trace_and_cut(
     source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int, taps: tuple[int, ...] = ()
 ) -> Pieces:
     with stage("tracing the model"), explained(source.model, "be traced"):
-        traced = trace(source, checkpoints, length, every_layer=request.propagates or bool(taps))
+        traced = trace(source, checkpoints, length, request.propagates or bool(taps), request.lora_rank)
     with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):
         pieces = cut(traced, length, taps)
     if request.flavour is not None:

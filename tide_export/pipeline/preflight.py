@@ -1,33 +1,34 @@
-"""Refuses at once, or as soon as the model is loaded, what a later stage would refuse after hours of calibration."""
+"""Checks before the calibration what a later stage would otherwise refuse hours later."""
 
 import logging
 import shutil
 from pathlib import Path
 
 from tide_export.bundle.manifest import PROPAGATE
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.evaluate import lens_rank
 from tide_export.calibration.self_generated import answer_length, prompts_in, prompts_to_answer
-from tide_export.config import TideConfig
+from tide_export.common.formatting import size
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import load_tokenizer
 from tide_export.engines.exit_memory import ExitSizes, check_exit_memory, warn_of_exit_memory
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
-from tide_export.formatting import size
 from tide_export.model.source import SourceModel
-from tide_export.pipeline.contents import context_length
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.tensorrt.plugins import NONE
+from tide_export.trace.attention.indexed import chosen_keys
+from tide_export.trace.attention.masks import layer_masks
 from tide_export.trace.recurrence import keeps_state, refuse_unknown_state
 
 logger = logging.getLogger("tide_export")
 
-BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int4": 4}  # of a weight; others are float32
+BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int4": 4}  # per weight; others have 32
 
 
 def given_routers(request: ExportRequest) -> RouterSet | None:
-    """Loads the router file, and looks for the text that will be read: a large model takes minutes to load.
+    """Loads the router file and checks that the text exists, before the model is loaded for minutes.
 
     Raises:
         RouterFileError: the router file cannot be read.
@@ -40,10 +41,10 @@ def given_routers(request: ExportRequest) -> RouterSet | None:
 
 
 def find_text(config: TideConfig) -> None:
-    """Looks for the files of the dataset, or reads the prompts that the model is to answer.
+    """Checks that the files of the dataset exist, or reads the prompts for the model to answer.
 
     Raises:
-        DatasetError: there are none, or no prompt in them.
+        DatasetError: a file does not exist, or holds no prompt.
     """
     if config.self_generated is None:
         Documents(config.calibration_dataset)
@@ -54,16 +55,16 @@ def find_text(config: TideConfig) -> None:
 def check_source(
     source: SourceModel, request: ExportRequest, routers: RouterSet | None, folder: Path
 ) -> tuple[int, tuple[int, ...]]:
-    """Checks `request` against the loaded model, the routers given, the disk of `folder` and the text to be read.
+    """Checks `request` against the loaded model, the routers, the disk of `folder` and the text.
 
     Returns:
-        The longest sequence in tokens, and the checkpoints to trace the model with.
+        The maximum sequence length in tokens, and the checkpoints to trace the model with.
 
     Raises:
-        UnsupportedModelError: a recurrent state, or attention masks that cannot be exported.
-        ConfigError: no such sequence length or checkpoints, or calibration in several processes.
+        UnsupportedModelError: the model has a recurrent state or attention masks that cannot be exported.
+        ConfigError: sequence length or checkpoints do not fit the model, or several processes calibrate.
         RouterFileError: the routers are of another model.
-        BuildError: engines are to hold a plugin that cannot run on this GPU with such routers.
+        BuildError: the plugin of the engines cannot run on this GPU with such routers.
         BundleError: the disk has less space than the weights of the layers need.
         ModelError, DatasetError: the tokenizer or the dataset is needed and cannot be read.
     """
@@ -83,8 +84,35 @@ def check_source(
     return length, checkpoints
 
 
+def context_length(source: SourceModel, max_length: int | None) -> int:
+    """Returns the most tokens of a sequence: `max_length`, at most what the graph is exact for.
+
+    Raises:
+        ConfigError: `max_length` is out of range, or the model sets no bound and none is given.
+        UnsupportedModelError: the model attends in a way that cannot be exported.
+    """
+    limit, why = source.context_length, "the model's context"
+    if limit is not None and limit == source.longrope_length:
+        why = "longer ones would change the rotary angles of tokens already cached (longrope)"
+    blocks = [mask.size for mask in layer_masks(source.model, source.num_layers) or () if mask and mask.kind == "chunk"]
+    if blocks and (limit is None or min(blocks) < limit):
+        limit, why = min(blocks), "layers attend in blocks of that many tokens"
+    chosen = min(chosen_keys(source.model).values(), default=limit)
+    if chosen is not None and (limit is None or chosen < limit):
+        limit, why = chosen, "longer ones would attend to chosen tokens only"
+    if max_length is None:
+        if limit is None:
+            raise ConfigError(f"{source.name} sets no context length of its own: give --max-length")
+        if limit != getattr(source.text_config, "max_position_embeddings", None):
+            logger.warning("the bundle holds sequences of at most %d tokens: %s", limit, why)
+        return limit
+    if max_length < 2 or (limit is not None and max_length > limit):
+        raise ConfigError(f"max_length must lie in 2..{limit or 'any'} ({why}), not {max_length}")
+    return max_length
+
+
 def planned_checkpoints(config: TideConfig, num_layers: int) -> tuple[int, ...]:
-    """The checkpoints to trace with before calibration: those of `config`, or for `auto` one in the middle.
+    """Returns the checkpoints to trace with: those of `config`, or one in the middle for `auto`.
 
     Raises:
         ConfigError: the model has no such layers.
@@ -95,7 +123,7 @@ def planned_checkpoints(config: TideConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def exit_sizes(source: SourceModel, config: TideConfig, routers: RouterSet | None) -> ExitSizes:
-    """The sizes of the routers given, or the largest that calibration with `config` can give."""
+    """Returns the sizes of the given routers, or the maximum that calibration with `config` can give."""
     if routers is not None:
         shortlist = routers.routers[routers.checkpoints[0]].shortlist
         ranks = [lens.down.out_features for lens in routers.lenses.values()]
@@ -107,7 +135,7 @@ def exit_sizes(source: SourceModel, config: TideConfig, routers: RouterSet | Non
 
 
 def _check_state(source: SourceModel, request: ExportRequest) -> None:
-    """Refuses what a model with recurrent states cannot be exported for or with."""
+    """Refuses targets and options that recurrent states do not allow."""
     if not keeps_state(source):
         return
     if request.flavour is not None:
@@ -123,7 +151,7 @@ def _check_state(source: SourceModel, request: ExportRequest) -> None:
 
 
 def _check_plugin(request: ExportRequest, sizes: ExitSizes) -> None:
-    """Refuses routers with which engines built here could not hold the plugin; warns where that is known elsewhere."""
+    """Refuses routers for which engines built here cannot hold the plugin; warns if built elsewhere."""
     if not request.engines and request.plugins != NONE:
         warn_of_exit_memory(sizes)
     elif request.plugin_library is not None:
@@ -131,7 +159,7 @@ def _check_plugin(request: ExportRequest, sizes: ExitSizes) -> None:
 
 
 def check_text(source: SourceModel, request: ExportRequest) -> None:
-    """Loads the tokenizer and reads the first document of the dataset, or the prompts that the model is to answer.
+    """Loads the tokenizer and reads the first document of the dataset, or the prompts to answer.
 
     Raises:
         ModelError: the model has no tokenizer that can be read.
@@ -155,7 +183,7 @@ def warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None
 
 
 def _check_space(source: SourceModel, request: ExportRequest, folder: Path) -> None:
-    """Compares the free space with the weights of the decoder layers alone, which every bundle holds."""
+    """Checks that the disk has room for the decoder layers' weights, the minimum of every bundle."""
     settings = request.quantization_settings or (None if source.quantized is None else source.quantized.settings)
     bits = (16 if request.half else 32) if settings is None else settings.bits
     if request.flavour is not None:

@@ -1,4 +1,4 @@
-"""What `export` takes: one record, checked when it is made, before a model is loaded."""
+"""The arguments of `export` as one record, checked at construction before a model is loaded."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from tide_export.bundle.manifest import (
     Quantization,
 )
 from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.engines.build import check_matrices, require_builder
 from tide_export.errors import ConfigError
-from tide_export.names import OP_HALF_MATMUL
+from tide_export.names.operators import OP_HALF_MATMUL
 from tide_export.quantize.settings import CALIBRATED, QUANTIZED, quantization_settings
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour
 from tide_export.runtime.tensorrt.plugins import NONE, PluginLibrary, plugins_to_build_with
@@ -33,38 +33,40 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """A bundle to make of a model; refused when it is made if it contradicts itself or this machine cannot make it.
+    """A request to export a model to a bundle, checked at construction.
 
     Args:
         model: folder, Hugging Face hub id or GGUF file.
-        output: folder of the bundle; missing parent folders are made.
-        routers: a router file; without one the routers are calibrated first.
+        output: folder of the bundle; missing parent folders are created.
+        routers: a router file; None: routers are calibrated first.
         config: calibration settings and the bundle's default thresholds, min_layers, max_pending and
             compaction_threshold.
-        targets: "onnxruntime", which every bundle is for, and one of "tensorrt" and "tensorrt-rtx", for which it also
-            gets segment networks and engines.
-        weights: for ONNX Runtime alone "fp32", "bf16", "fp16", "int8" or "int4", of the graph's matrices; for TensorRT
-            "fp32", "fp16" or "bf16", of the segment networks, the graph being fp32; or "int4" or "fp8", of the layers'
-            matrices in networks and graph (which stores those of fp8 in float32). "auto" is, for ONNX Runtime alone,
-            bf16 or fp16 where that loses nothing and its operators are installed; else fp32; and the integers of a
-            GPTQ or AWQ checkpoint as they are.
-        quantization, block_size, accuracy_level, symmetric: of int8 and int4 (see `quantize.settings`); the level also
-            of a checkpoint's integers.
-        engines: build the engines; without, the bundle has the networks alone and `engines.rebuild` adds engines.
-        plugins: the library of plugins to build engines for "tensorrt" with, or "none"; None: an installed one, if any.
-        overwrite: replace a bundle already there. It stays untouched until the new one is complete.
-        validate: compare the finished graph with the model (see `verify.export_gate`) before it is put in place.
-        report: write what the model gains into the bundle (report.html, report.png), where routers are calibrated.
-        max_length: longest sequence of the bundle, in tokens; None: the model's context.
-        draft_head: an EAGLE-3 head that others trained, folder or hub id; or the model itself, for its MTP layer.
-        batch_size: for TensorRT: sequences decoded in one step, at most; None: `bundle.profiles.BATCH_SIZE`.
+        targets: "onnxruntime", which every bundle has, and one of "tensorrt" and "tensorrt-rtx", which add segment
+            networks and engines.
+        weights: precision of the weights. Only for ONNX Runtime: "fp32", "bf16", "fp16", "int8" or "int4" for the
+            graph's matrices. With TensorRT: "fp32", "fp16" or "bf16" for the segment networks, and the graph is fp32;
+            or "int4" or "fp8" for the layers' matrices in networks and graph (which stores fp8 as float32). "auto",
+            only for ONNX Runtime: the integers of a GPTQ or AWQ checkpoint; else bf16 or fp16 if that is lossless and
+            its operators are installed; else fp32.
+        quantization, block_size, accuracy_level, symmetric: options of int8 and int4 (see `quantize.settings`);
+            accuracy_level also applies to a checkpoint's integers.
+        engines: build engines; without, `engines.rebuild` can add them to the bundle.
+        plugins: plugin library for engines of "tensorrt", or "none"; None: an installed one, if any.
+        overwrite: replace an existing bundle, which is unchanged until the new one is complete.
+        validate: compare the finished graph with the model (see `verify.export_gate`) before it is moved into place.
+        report: write a report of the gains into the bundle (report.html, report.png) if routers are calibrated.
+        max_length: maximum sequence length in tokens; None: the model's context.
+        lora_rank: maximum rank of the low-rank adapters that a runtime may load for the linear layers of the decoder
+            layers; 0: no adapters.
+        draft_head: a published EAGLE-3 head, folder or hub id; or the model itself, for its MTP layer.
+        batch_size: maximum sequences per step with TensorRT; None: `bundle.profiles.BATCH_SIZE`.
         device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
             devices or on disk, and each weight is read when it is written.
-        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
+        trust_remote_code: run Python code from the model's folder (see `model.source.load_model`).
 
     Raises:
         ConfigError: an option is unknown, out of range, or contradicts another.
-        ProviderError, BuildError: engines are to be built and this machine cannot build them.
+        ProviderError, BuildError: this machine cannot build the requested engines.
     """
 
     model: str
@@ -84,6 +86,7 @@ class ExportRequest:
     validate: bool = True
     report: bool = True
     max_length: int | None = None
+    lora_rank: int = 0
     draft_head: str | None = None
     batch_size: int | None = None
     device_map: str | dict[str, Any] | None = None
@@ -98,6 +101,7 @@ class ExportRequest:
         if self.flavour is not None and self.propagates:
             raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {self.flavour.name}")
         self._check_kv_cache()
+        self._check_lora()
         self._check_draft_head()
         unused = {"max_pending", "compaction_threshold"} & self.config.model_fields_set
         if self.propagates and unused:
@@ -113,12 +117,12 @@ class ExportRequest:
 
     @property
     def flavour(self) -> Flavour | None:
-        """The TensorRT that networks are made for."""
+        """The flavour of TensorRT among the targets, or None."""
         return next((FLAVOURS[target] for target in self.targets if target in FLAVOURS), None)
 
     @cached_property
     def plugin_library(self) -> PluginLibrary | None:
-        """The plugins that engines are built with; looked for once, with the library that builds them."""
+        """The plugin library that engines are built with, or None; searched once."""
         if self.flavour is None or not self.engines:
             return None
         version = require_builder(self.flavour)
@@ -127,7 +131,7 @@ class ExportRequest:
 
     @property
     def propagates(self) -> bool:
-        """Whether skipped layers get keys and values from the exit state."""
+        """Whether the K/V of skipped layers are computed from the exit state."""
         return self.config.kv_cache_strategy == PROPAGATE
 
     @property
@@ -138,26 +142,26 @@ class ExportRequest:
 
     @property
     def half(self) -> str | None:
-        """The type of the graph's matrices where it has 16 bits: bf16 or fp16."""
+        """The 16-bit type of the graph's matrices, bf16 or fp16, or None."""
         return self.weights if self.flavour is None and self.weights in OP_HALF_MATMUL else None
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Options of `load_model`; the bundle gets the integers of a GPTQ or AWQ checkpoint as they are if it may."""
+        """The options of `load_model`, which keeps the integers of a GPTQ or AWQ checkpoint if possible."""
         packed = self.weights == AUTO and self.device_map is None
         return {"device_map": self.device_map, "trust_remote_code": self.trust_remote_code, "packed": packed}
 
     @property
     def reads_text_for_weights(self) -> bool:
-        """Whether text chooses how weights are quantized."""
+        """Whether quantizing the weights needs text."""
         settings = self.quantization_settings
         return self.weights == FP8 or (settings is not None and settings.method in CALIBRATED)
 
     def network_weights(self, exact_in: tuple[str, ...]) -> str:
-        """The precision of segment networks.
+        """Returns the precision of segment networks.
 
         Args:
-            exact_in: the types that have all numbers of the model (see `SourceModel`).
+            exact_in: the types that represent all weights of the model exactly (see `SourceModel`).
         """
         return self.weights if self.weights in NETWORK_PRECISIONS else (*exact_in, "fp16")[0]
 
@@ -172,6 +176,16 @@ class ExportRequest:
             raise ConfigError(f"kv_cache int8 is for target onnxruntime alone: {self.flavour.name} takes float32")
         if self.propagates:
             raise ConfigError("kv_cache int8 is for kv_cache_strategy exact: propagate takes float32")
+
+    def _check_lora(self) -> None:
+        if isinstance(self.lora_rank, bool) or not isinstance(self.lora_rank, int) or self.lora_rank < 0:
+            raise ConfigError(f"lora_rank must be a whole number, 0 or more, not {self.lora_rank!r}")
+        if self.lora_rank and self.flavour is not None:
+            raise ConfigError(
+                f"lora_rank is for target onnxruntime alone: networks of {self.flavour.name} read no adapters"
+            )
+        if self.lora_rank and self.propagates:
+            raise ConfigError("lora_rank is for kv_cache_strategy exact")
 
     @property
     def reads_own_head(self) -> bool:

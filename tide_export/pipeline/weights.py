@@ -1,4 +1,4 @@
-"""The precision of the bundle's weights as a stage of the flow: chosen for the model, and given to its own weights."""
+"""The stage of the flow that chooses the precision of the bundle's weights and rounds the model's."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ import onnx_ir as ir
 from tide_export.bundle.manifest import BLOCK_SIZES, NETWORK_MATRICES, Quantization
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import ConfigError, UnsupportedModelError
+from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import AUTO, ExportRequest
@@ -20,16 +21,17 @@ from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.rounding import round_for_tensorrt, round_to_nearest
 from tide_export.runtime.tensorrt.flavours import Flavour
-from tide_export.trace.rewriting import HALF
 
 logger = logging.getLogger("tide_export")
 
-QUANTIZATION_SEQUENCES = 64  # read by a calibrated quantization
+QUANTIZATION_SEQUENCES = 64  # sequences for a calibrated quantization
 
 
 def choose_weights(source: SourceModel, request: ExportRequest) -> ExportRequest:
-    """Replaces `weights` "auto" by bf16 or fp16, where that loses nothing, or fp32: beside the checkpoint's integers,
-    which get the accuracy level."""
+    """Replaces `weights` "auto" by bf16 or fp16 if that is lossless, or else by fp32.
+
+    The integers of a checkpoint stay integers and get the accuracy level.
+    """
     if request.weights != AUTO:
         return request
     if request.accuracy_level is not None:
@@ -41,7 +43,7 @@ def choose_weights(source: SourceModel, request: ExportRequest) -> ExportRequest
 
 
 def explain_weights(source: SourceModel, request: ExportRequest) -> None:
-    """Says why `request`, of which `choose_weights` made another, gets 16 bits."""
+    """Logs why `choose_weights` chose 16 bits for `request`."""
     if request.weights == AUTO and source.exact_in:
         half = HALF[source.exact_in[0]].numpy()
         which = "the model's" if source.quantized is None else "the model's other"
@@ -49,7 +51,7 @@ def explain_weights(source: SourceModel, request: ExportRequest) -> None:
 
 
 def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
-    """Changes the model's weights to the numbers that the bundle's graph will hold."""
+    """Rounds the model's weights to the values that the bundle's graph will store."""
     if request.half is not None and request.half not in source.exact_in:
         round_to_half(source, request.half)
     settings = request.quantization_settings
@@ -69,10 +71,10 @@ def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
 def lowering(
     source: SourceModel, request: ExportRequest, matrices: Mapping[str, np.ndarray] | None = None
 ) -> Callable[[ir.Model], ir.Model]:
-    """Returns `lower_for_onnxruntime` for weights and K/V as `request` asks for them.
+    """Returns `lower_for_onnxruntime` for the weights and K/V types of `request`.
 
     Args:
-        matrices: other ones [out, in] by name, which are quantized as the model's are, if these are.
+        matrices: further matrices [out, in] by name, quantized like the model's, if those are.
     """
     quantized = source.quantized
     if quantized is not None and quantized.settings is not None and matrices:
@@ -87,7 +89,7 @@ def lowering(
 
 
 def _check_matrices(source: SourceModel, weights: str, flavour: Flavour, settings: Quantization | None) -> None:
-    """Refuses matrices that TensorRT does not take quantized: before any is, which takes long."""
+    """Refuses matrices that TensorRT does not take quantized, before the long quantization."""
     matrices = find_matrices(source)
     if any(matrices.experts):
         raise UnsupportedModelError(
@@ -108,7 +110,7 @@ def _check_matrices(source: SourceModel, weights: str, flavour: Flavour, setting
 
 
 def quantization_text(source: SourceModel, request: ExportRequest) -> list[list[int]]:
-    """Token ids for a calibrated quantization: the beginning of the text that routers are calibrated on."""
+    """Returns token ids for a calibrated quantization, from the start of the routers' calibration text."""
     config = request.config
     if not request.reads_text_for_weights:
         return []

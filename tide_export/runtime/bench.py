@@ -1,10 +1,10 @@
-"""`tide-export bench`: measures how much faster decoding gets with early exits, on this machine, in this run.
+"""`tide-export bench`: measures how much faster decoding is with early exits, on this machine.
 
-The modes of one graph are interleaved, so that a busy moment affects all of them alike: `full` (no token exits), `exit`
-(the given thresholds), `lossless` (exits are drafts, as the bundle was tuned) and `first` (every token exits at the
-first checkpoint and no deeper segment is ever forced: the upper bound). Ratios of medians are compared; milliseconds of
-another run or machine are not comparable. Decoding is greedy and timed as a whole, so that the steps in which a deep
-segment catches up are in the average.
+Runs of the modes are interleaved, so that a busy moment affects all alike: `full` (no token exits), `exit` (the given
+thresholds), `lossless` (exits are drafts, as the bundle was tuned) and `first` (every token exits at the first
+checkpoint and no deeper segment is ever forced: the upper bound). Speed-ups are ratios of medians; milliseconds of
+another run or machine are not comparable. Decoding is greedy and timed as a whole, so that steps in which a deep
+segment catches up count in the average.
 """
 
 import os
@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
+from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.manifest import EXACT
 from tide_export.bundle.opened import Bundle
+from tide_export.common.formatting import attributes, percent, table
+from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError
-from tide_export.formatting import attributes, percent, table
-from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
-from tide_export.values import whole_number
 
 PROMPT = """\
 Question: a train leaves the station at nine and travels at eighty kilometres an hour. A second train leaves one
@@ -39,7 +39,7 @@ def overtaking_time(start_a, speed_a, start_b, speed_b):
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run the graph, with the thresholds that its options resolve to."""
+    """Options of one mode, and the thresholds that they resolve to."""
 
     name: str
     config: GenerationConfig
@@ -49,26 +49,26 @@ class Mode:
 
 @dataclass(frozen=True)
 class Timing:
-    """One run of one mode."""
+    """Times one run of one mode."""
 
     prefill_ms: float
-    decode_ms: float  # per token, the average of the run
+    decode_ms: float  # per token, averaged over the run
     layers: int  # decoder layers run while decoding; a catch-up over several pending tokens counts once
     exits: Counter[int]  # layers -> decoded tokens that exited there
-    drafts: dict[str, tuple[int, int]]  # made and accepted, by source
+    drafts: dict[str, tuple[int, int]]  # drafted and accepted tokens, by source
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The runs of every mode; ratios are to the first, full depth."""
+    """Runs of every mode; speed-ups are relative to the first, full depth."""
 
     bundle: str
-    prompt: str  # where the prompt's ids come from
+    prompt: str  # the source of the prompt's ids
     prompt_tokens: int
     new_tokens: int
     threads: int | None
     depth: int
-    auto: AutoMode | None  # what mode auto is on this provider
+    auto: AutoMode | None  # mode auto on this provider
     modes: list[Mode]
     runs: dict[str, list[Timing]]
 
@@ -93,17 +93,17 @@ class BenchReport:
             "decode_speedup": median(run.decode_ms for run in full) / decode,
             "layers_per_token": runs[0].layers / self.new_tokens,
             "exits_per_layer": {str(layers): count for layers, count in sorted(exits.items())},
-            "drafts": {source: {"drafted": made, "accepted": good} for source, (made, good) in runs[0].drafts.items()},
+            "drafts": {name: {"drafted": count, "accepted": good} for name, (count, good) in runs[0].drafts.items()},
         }
 
     def _drafts(self) -> list[str]:
-        """A line of the drafts that were accepted, by source; none where nothing was drafted."""
+        """Returns a line of the accepted drafts by source; nothing if nothing was drafted."""
         drafts = {name: runs[0].drafts for name, runs in self.runs.items()}.get("lossless", {})
-        made = [f"{good} of {count} by {source}" for source, (count, good) in drafts.items() if count]
-        return [f"  drafts accepted: {', '.join(made)}"] if made else []
+        counts = [f"{good} of {count} by {source}" for source, (count, good) in drafts.items() if count]
+        return [f"  drafts accepted: {', '.join(counts)}"] if counts else []
 
     def render(self) -> str:
-        """The table the command prints."""
+        """Returns the table that the command prints."""
         rows = []
         for mode in map(self._mode, self.modes):
             exited = sum(count for layers, count in mode["exits_per_layer"].items() if int(layers) < self.depth)
@@ -152,18 +152,18 @@ def bench(
     plugins: str | os.PathLike[str] | None = None,
     device: int | None = None,
 ) -> BenchReport:
-    """Times the modes, `repeat` runs each after one warm-up run.
+    """Times the modes of a bundle, `repeat` runs each after one warm-up run.
 
     Args:
-        prompt: text to continue; None: a built-in one. A bundle without a tokenizer gets random ids (seed 0) instead.
-        prompt_tokens: the prompt is cut to this many, or repeated up to it.
-        threshold, min_layers, max_pending: of the mode `exit`; None: the bundle's.
-        provider, threads, verify, plugins, device: see `tide_export.load`.
+        prompt: text to continue; None: a built-in one, or random ids (seed 0) for a bundle without a tokenizer.
+        prompt_tokens: length to which the prompt is cut or repeated.
+        threshold, min_layers, max_pending: options of mode `exit`; None: the bundle's.
+        provider, threads, verify, plugins, device: as in `tide_export.load`.
 
     Raises:
-        ConfigError: a number below 1, or more tokens than the model's context holds.
-        BundleError, ProviderError: see `tide_export.load`.
-        GenerationError: a threshold outside [0, 1] or a wrong number of them, or an option without effect here.
+        ConfigError: a number is below 1, or the tokens exceed the model's context.
+        BundleError, ProviderError: as `tide_export.load` raises them.
+        GenerationError: a threshold is outside [0, 1], their number is wrong, or an option has no effect here.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeat", repeat)):
         whole_number(name, value, minimum=1, error=ConfigError)
@@ -211,14 +211,14 @@ def _modes(engine: Engine, exit_options: Mapping[str, Any], total_tokens: int, m
 
 
 def _prompt_ids(bundle: Bundle, prompt: str | None, count: int) -> tuple[list[int], str]:
-    """`count` prompt ids and where they come from."""
+    """Returns `count` prompt ids and their source."""
     if prompt is None and TOKENIZER_FILE not in bundle.files:
         ids = np.random.default_rng(0).integers(0, bundle.manifest.model.vocab_size, count).tolist()
         return ids, "random ids, seed 0: the bundle has no tokenizer"
     ids = BundleTokenizer(bundle).encode(PROMPT if prompt is None else prompt)
     source = "the built-in text" if prompt is None else "the given text"
     if count > len(ids):
-        source += ", repeated"  # which lossless mode finds easy to continue
+        source += ", repeated"  # repetition makes prompt lookup look better than it is
     repeated = ids * -(-count // len(ids))
     return repeated[:count], source
 

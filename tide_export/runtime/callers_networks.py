@@ -1,7 +1,7 @@
-"""Gives the library segment networks that Python runs: how an engine is used that the library does not know.
+"""Lets the library run segment networks by Python callbacks, for engines that it cannot open itself.
 
-The library keeps the sequences, their memory and what is recorded; it calls back for a run of one network alone, on a
-GPU only until that run is recorded as a CUDA graph.
+The library keeps the sequences, their memory and the recorded CUDA graphs. It calls back to run one network, on a GPU
+only until that run is recorded.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ Close = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
 
 
 class Networks(Protocol):
-    """The networks of one set of buffers."""
+    """Runs the networks on one set of buffers."""
 
     def run(
         self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
@@ -37,27 +37,27 @@ class Networks(Protocol):
         """Queues a run of a network, and returns whether its runs can be recorded.
 
         Args:
-            addresses: of its tensors' memory, by name.
-            recording: 0, or the number of a recording that the run is part of: it is queued, then captured with the
-                same arguments, and what it uses must not change after that.
-            captured: whether the stream is captured now.
+            addresses: the memory of its tensors, by name.
+            recording: 0, or the number of the recording that the run is part of: it is queued, then captured with the
+                same arguments, and its context must not change after that.
+            captured: whether the stream is being captured.
 
         Raises:
-            GenerationError: it failed.
+            GenerationError: the run failed.
         """
         ...
 
     def forget(self, recording: int) -> None:
-        """Frees what was kept for a recording, if anything was."""
+        """Frees the contexts of a recording, if there are any."""
         ...
 
     def close(self) -> None:
-        """Frees what they hold."""
+        """Frees the memory of the networks."""
         ...
 
 
 class Opener(Protocol):
-    """Opens networks on a CUDA stream; None on the host."""
+    """Opens networks on a CUDA stream; None: on the host."""
 
     def __call__(self, stream: int | None) -> Networks: ...
 
@@ -78,14 +78,14 @@ class _Struct(ctypes.Structure):
 def load_networks(
     bundle: Bundle, options: dict[str, Any], provider: str, opener: Opener, gpu: int | None = None
 ) -> Owned:
-    """Opens an engine on networks that `opener` opens; a tide_engine.
+    """Creates a tide_engine on networks that `opener` opens.
 
     Args:
-        options: as of tide_load.
-        gpu: the number of the GPU whose memory they run on; None: they run on the host's.
+        options: the options of tide_load.
+        gpu: the number of the GPU that they run on; None: the host.
 
     Raises:
-        ProviderError, BundleError: as `engine.load`.
+        ProviderError, BundleError: as `engine.load` raises them.
     """
     callbacks = _Callbacks(provider, opener, -1 if gpu is None else gpu)
     arguments = os.fsencode(bundle.path), json.dumps(options).encode(), ctypes.byref(callbacks.struct)
@@ -93,7 +93,7 @@ def load_networks(
 
 
 class _Callbacks:
-    """The functions that the library calls."""
+    """Wraps an `Opener` and its networks as C functions."""
 
     def __init__(self, provider: str, opener: Opener, gpu: int) -> None:
         self._opener, self._opened, self._numbers = opener, dict[int, Networks](), 0
@@ -108,7 +108,7 @@ class _Callbacks:
             _report(native.OK)
         except BaseException as error:
             _failed("networks cannot be opened", error)
-        return native.OK  # what is reported counts
+        return native.OK  # ignored: `_report` gives the status
 
     def _run(
         self,
@@ -149,7 +149,7 @@ def _report(status: int) -> None:
 
 
 def _failed(what: str, error: BaseException) -> None:
-    """Keeps the sentence for the error that the library raises in its place."""
+    """Reports the error to the library, which raises it from the call that ran the callback."""
     _report(native.GENERATION_ERROR)
     if not isinstance(error, Exception):
         native.keep_interrupt(error)

@@ -1,4 +1,4 @@
-"""Renders a conversation by the chat template that a bundle holds, as transformers' `apply_chat_template` does."""
+"""Renders a conversation with a bundle's chat template, as `apply_chat_template` of transformers does."""
 
 import json
 import re
@@ -7,26 +7,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tide_export.common.values import parse_json
 from tide_export.errors import BundleError, GenerationError, first_line
 from tide_export.runtime.tokenizer import BundleTokenizer
-from tide_export.values import parse_json
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:
-    """The chat template of one bundle.
+    """Renders the chat template of one bundle.
 
     Attributes:
-        source: its text.
+        source: the template's text.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Compiles the one in a bundle's folder.
+        """Compiles the template in a bundle's folder.
 
         Raises:
-            BundleError: the bundle has none, or it cannot be compiled.
+            BundleError: the bundle has no template, or it cannot be compiled.
             GenerationError: jinja2 is missing.
         """
         try:
@@ -57,22 +57,22 @@ class ChatTemplate:
         self._tokens = special_tokens(folder)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The prompt for the assistant's next message.
+        """Returns the prompt for the assistant's next message.
 
         Args:
-            tools: that the message may call, in OpenAI's form.
+            tools: the tools that the message may call, in OpenAI's form.
 
         Raises:
             GenerationError: the template refuses the messages.
         """
         try:
             return self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._tokens)
-        except Exception as error:  # Jinja's own, and whatever a template's expressions raise
+        except Exception as error:  # a template's expressions may raise anything
             raise GenerationError(f"the chat template refuses the messages: {first_line(error)}") from error
 
     @property
     def takes_tools(self) -> bool:
-        """Whether it shows the model tools."""
+        """Whether the template mentions tools."""
         return re.search(r"\btools\b", self.source) is not None
 
     def encode(
@@ -81,10 +81,10 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The prompt as token ids.
+        """Returns the prompt for the assistant's next message as token ids.
 
         Raises:
-            GenerationError: the template refuses the messages, or makes no text of them.
+            GenerationError: the template refuses the messages, or renders an empty text.
         """
         ids = tokenizer.encode_plain(self.render(messages, tools))
         if not ids:
@@ -93,7 +93,11 @@ class ChatTemplate:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Those that a bundle's tokenizer_config.json names, by their names. Raises BundleError: it cannot be read."""
+    """Returns the special tokens of a bundle's tokenizer_config.json, by their names.
+
+    Raises:
+        BundleError: the file cannot be read.
+    """
     path = folder / CONFIG_FILE
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
@@ -101,8 +105,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         raise BundleError(f"cannot read {path}: {first_line(error)}") from error
-    found = {name: config.get(name) for name in SPECIAL_TOKENS} if isinstance(config, dict) else {}
-    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    fields = {name: config.get(name) for name in SPECIAL_TOKENS} if isinstance(config, dict) else {}
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in fields.items()}
     return {name: token for name, token in tokens.items() if isinstance(token, str)}
 
 

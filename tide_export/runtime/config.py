@@ -1,6 +1,6 @@
-"""The options of a generation, checked one by one before any work is done.
+"""Defines and checks the options of a generation.
 
-What depends on a bundle (its vocabulary, context, checkpoints and defaults) is checked in `request`.
+The native library checks what depends on a bundle: its vocabulary, context, checkpoints and defaults.
 """
 
 import json
@@ -10,66 +10,67 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from tide_export.common.values import check_text, parse_json, real_number, shown, whole_number
 from tide_export.errors import GenerationError
 from tide_export.runtime.hooks import LogitsProcessor
 from tide_export.thresholds.resolve import check_mode, check_threshold
-from tide_export.values import check_text, parse_json, real_number, shown, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How to generate. Lists and arrays are accepted and stored as tuples.
+    """Holds the options of a generation; lists and arrays are stored as tuples.
 
     Attributes:
         max_new_tokens: 1 or more.
-        mode: "auto" (the mode that `export` or `tune` measured to be fastest on this provider, within the share of
-            tokens that it may change; "full" where nothing was measured or gains; "exit" where threshold or min_layers
-            is given), "exit" (tokens may exit at a checkpoint), "full" (the source model, layer for layer) or
-            "lossless" (tokens that exit are drafts, verified by the full model before they are returned: the tokens of
-            "full", when sampling with the same seed, and faster where drafts are mostly accepted).
+        mode: "full" (the source model, layer for layer), "exit" (tokens may exit at a checkpoint), "lossless" (tokens
+            that exit are drafts, which the full model verifies before they are returned: the tokens of "full", also
+            when sampling with the same seed) or "auto" (the mode that `export` or `tune` measured to be fastest on
+            this provider within the share of tokens that it may change; "full" if nothing was measured or is faster;
+            "exit" if threshold or min_layers is given).
         threshold: a router score above it exits; one in [0, 1], or one per checkpoint. None: the bundle's.
-        min_layers: checkpoints after fewer layers never exit. None: the bundle's, in lossless mode 0.
+        min_layers: tokens never exit after fewer layers. None: the bundle's, in lossless mode 0.
         max_pending: tokens that may be pending before a segment is forced to run, in lossless mode drafts that may
             await verification; changes speed, never tokens. None: the bundle's.
         prompt_lookup: lossless mode: maximum length of a prompt-lookup draft, 0 for none; changes speed, never
             tokens. None: the bundle's.
-        drafter: lossless mode: drafts of the bundle's drafter before one verification at most, 0 for none; changes
-            speed, never tokens. None: the bundle's.
+        drafter: lossless mode: maximum drafts of the bundle's drafter per verification, 0 for none; changes speed,
+            never tokens. None: the bundle's.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: sample from the k most likely tokens; 0 keeps all.
         top_p: sample from the fewest most likely tokens whose probabilities (after top_k) sum to this or more.
         min_p: drop tokens whose probability is below this share of the most likely one's, in [0, 1]; 0 keeps all.
-        repetition_penalty: above 0; divides the positive logits of tokens that the prompt or the text has, and
-            multiplies the negative ones. 1 changes nothing.
-        presence_penalty: in [-2, 2]; subtracted from the logits of tokens that were generated.
-        frequency_penalty: in [-2, 2]; subtracted from them once for each time that they were.
-        logit_bias: by token id, added to its logit. Stored as pairs, by id.
+        repetition_penalty: above 0; divides the positive logits of tokens that occur in the prompt or the generated
+            text, and multiplies the negative ones. 1 changes nothing.
+        presence_penalty: in [-2, 2]; subtracted once from the logit of each token that was generated.
+        frequency_penalty: in [-2, 2]; subtracted once per occurrence from the logit of each token that was generated.
+        logit_bias: added to the logit of each token id given. Stored as pairs, sorted by id.
         logits_processor: called with the ids of the sequence so far, the prompt's first, and a copy of the model's
-            logits, float32 [V]; returns those to choose from. It sees early exits' logits too, and in lossless mode
-            logits after drafts: it must depend on its arguments alone.
-        logprobs: return log-probabilities of each token and of this many of the most likely, by the model's logits
-            before anything changes them. None: none.
-        prompt_logprobs: return the same of the prompt's tokens, which all run through every layer for it, whatever the
-            mode. None: none.
-        seed: of the random numbers; None draws a new one. For a list of prompts, one seed for all or one for each.
+            logits, float32 [V]; returns the logits to choose from. It also receives the logits of early exits, and in
+            lossless mode those after drafts, so its result must depend on its arguments alone.
+        logprobs: return the log-probabilities of each token and of this many of the most likely, from the model's
+            unchanged logits. None: none.
+        prompt_logprobs: return the same for the prompt's tokens, which then run through every layer in any mode.
+            None: none.
+        seed: seeds the random numbers; None draws a new one. For a list of prompts, one seed for all or one for each.
         stop_token_ids: tokens that end the generation. None: the model's end-of-sequence ids; empty: none.
-        stop: a string or several: the generation ends where its text first has one, and `text` ends before it. Stored
-            as a tuple.
-        json_schema: the text is JSON of this schema, a mapping or JSON text; stored as text. It, `regex` and `grammar`
-            need the extra `grammar`, and a model with an end-of-sequence token, which ends the text whatever
-            `stop_token_ids` are. At most one of the three.
-        json_whitespace: the JSON of a schema may have spaces and line breaks anywhere. Otherwise it is one line, with
-            at most a space after a comma or colon: small models fill their answer with white space where they may.
-        regex: the text matches this regular expression, in the syntax of Rust's regex crate.
-        grammar: the text follows this Lark grammar, in llguidance's syntax.
-        detokenize: give the `text` of the generation, by the bundle's tokenizer; with `stop` it is given anyway.
-        special_tokens: ids of the special tokens that `text` shows; it leaves out others.
-        compaction_threshold: for a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a
-            segment, only those run it; else all that have tokens pending before it catch up in the same run. Changes
-            speed, never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: nothing is
-            pending there.
-        states: give what the model's head reads (`Generation.states`), in mode full of all tokens that are run; in mode
-            exit, of a list or scheduler, of each new token at its exit.
+        stop: a string or several: the generation ends where its text first contains one, and `text` ends before it.
+            Stored as a tuple.
+        json_schema: constrains the text to JSON of this schema, a mapping or JSON text; stored as text. At most one of
+            `json_schema`, `regex` and `grammar` may be given; they need the extra `grammar` and a model with an
+            end-of-sequence token, which ends the text whatever `stop_token_ids` is.
+        json_whitespace: allow spaces and line breaks anywhere in the JSON of a schema. Otherwise it is one line, with
+            at most a space after a comma or colon, because small models tend to fill their answer with white space.
+        regex: constrains the text to this regular expression, in the syntax of Rust's regex crate.
+        grammar: constrains the text to this Lark grammar, in llguidance's syntax.
+        detokenize: return the `text` of the generation, by the bundle's tokenizer; `stop` implies it.
+        special_tokens: ids of the special tokens that `text` includes; it omits others.
+        compaction_threshold: for a list of prompts, in [0, 1]: if a smaller share of the sequences needs a segment,
+            only those run it; else all that have tokens pending before it catch up in the same run. Changes speed,
+            never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: no token is pending
+            there.
+        adapter: name of the low-rank adapter to run with, one that the bundle was loaded with (`load`). None: none.
+        states: return the final hidden states (`Generation.states`): in mode full of all tokens that are run, in mode
+            exit of each new token at its exit (lists and schedulers only).
 
     Raises:
         GenerationError: an option is of the wrong type or out of range.
@@ -103,6 +104,7 @@ class GenerationConfig:
     detokenize: bool = False
     special_tokens: Sequence[int] = ()
     compaction_threshold: float | None = None
+    adapter: str | None = None
     states: bool = False
 
     def __post_init__(self) -> None:
@@ -143,6 +145,10 @@ class GenerationConfig:
         self._set("stop", _stop(self.stop))
         if self.json_schema is not None:
             self._set("json_schema", _json_schema(self.json_schema))
+        if self.adapter is not None:
+            if not isinstance(self.adapter, str):
+                raise GenerationError(f"adapter must be the name of an adapter, not {shown(self.adapter)}")
+            check_text("adapter", self.adapter)
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 _check_grammar(name, getattr(self, name))
@@ -168,7 +174,7 @@ class GenerationConfig:
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The fields of `GenerationConfig` as keyword arguments."""
+    """Types the fields of `GenerationConfig` as keyword arguments."""
 
     max_new_tokens: int
     mode: str
@@ -198,11 +204,12 @@ class GenerationOptions(TypedDict, total=False):
     detokenize: bool
     special_tokens: Sequence[int]
     compaction_threshold: float | None
+    adapter: str | None
     states: bool
 
 
 def with_options(config: GenerationConfig | None, options: GenerationOptions) -> GenerationConfig:
-    """`config`, or the default one, with `options` in place of its fields."""
+    """Returns `config`, or the default one, with the fields in `options` replaced."""
     if config is None:
         return GenerationConfig(**options)
     if not isinstance(config, GenerationConfig):
@@ -211,14 +218,14 @@ def with_options(config: GenerationConfig | None, options: GenerationOptions) ->
 
 
 def token_ids(what: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """`ids` as an integer array [S].
+    """Returns `ids` as an integer array [S].
 
     Raises:
         GenerationError: they are not a flat list of whole numbers.
     """
     try:
         array = np.asarray(ids)
-    except Exception:  # ragged lists, and what an object's own conversion raises
+    except Exception:  # a ragged list; and an object's conversion may raise anything
         array = None
     if array is not None and array.shape == (0,):
         return np.zeros(0, np.int64)
@@ -228,12 +235,11 @@ def token_ids(what: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _holds_bool(ids: Any) -> bool:
-    """Whether a list holds True or False beside numbers: NumPy takes them for 1 and 0."""
+    """Checks whether a list holds True or False, which NumPy would convert to 1 and 0."""
     return not isinstance(ids, np.ndarray) and any(isinstance(one, bool | np.bool_) for one in ids)
 
 
 def _threshold(value: Any) -> float | tuple[float, ...]:
-    """One threshold, or one per checkpoint, each in [0, 1]."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list | tuple):
@@ -251,11 +257,10 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _json_schema(value: Any) -> str:
-    """A schema as JSON text."""
     try:
         text = value if isinstance(value, str) else json.dumps(value)
         schema = parse_json(text)
-    except Exception:  # of JSON, and of any object's own conversions
+    except Exception:  # invalid JSON; and an object's conversion may raise anything
         schema = None
     if not isinstance(schema, dict):
         raise GenerationError(f"json_schema must be a JSON object, or text that holds one, not {shown(value)}")
@@ -270,7 +275,7 @@ def _check_grammar(name: str, value: Any) -> None:
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, by id."""
+    """Returns pairs of token id and bias, sorted by id."""
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise GenerationError(f"logit_bias must give a number for each of some token ids, not {shown(value)}")

@@ -1,7 +1,7 @@
-"""Makes vectors of texts: what the model's head reads of their tokens.
+"""Computes the embedding of a text from the hidden states that the model's head reads.
 
-Full depth gives every token's last hidden state, after the final norm. A checkpoint gives that of the last token alone,
-which its exit reads, for the cost of the layers before it.
+Full depth gives the final hidden state of every token, after the final norm. A checkpoint gives that of the last token
+alone, for the cost of the layers before it.
 """
 
 from dataclasses import dataclass
@@ -10,33 +10,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tide_export.bundle.manifest import EXACT, Manifest
+from tide_export.common.values import shown, whole_number
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.stepping import NO_LIMIT
-from tide_export.values import shown, whole_number
 
 POOLINGS = ("last", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig:
-    """How a text becomes a vector.
+    """Sets how the vector of a text is computed.
 
     Attributes:
-        pooling: "last": of the last token, which has seen the whole text; "mean": of all tokens, at full depth.
-        layer: the checkpoint that the text leaves at, by the layers before it; None: full depth.
-        dimensions: keep so many numbers, the first; for models that were trained for it. None: all.
-        normalize: give vectors of length 1.
+        pooling: "last": the hidden state of the last token, which has seen the whole text; "mean": the mean over all
+            tokens, at full depth.
+        layer: the checkpoint at which the text exits, as the number of layers before it; None: full depth.
+        dimensions: keep the first so many numbers, for models trained for it; None: all.
+        normalize: scale vectors to length 1.
+        adapter: as in `GenerationConfig`.
 
     Raises:
-        GenerationError: an option is out of range, or mean pooling is asked for at a checkpoint.
+        GenerationError: an option is out of range, or mean pooling is combined with a layer.
     """
 
     pooling: str = "last"
     layer: int | None = None
     dimensions: int | None = None
     normalize: bool = True
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
@@ -50,9 +53,13 @@ class EmbeddingConfig:
             )
 
     def options(self, manifest: Manifest) -> GenerationConfig:
-        """How to run a text of a bundle. Raises GenerationError: it has no such checkpoint, or propagates K/V."""
+        """Returns the generation options that run a text.
+
+        Raises:
+            GenerationError: the bundle has no such checkpoint, or propagates K/V.
+        """
         if self.layer is None:
-            return GenerationConfig(max_new_tokens=1, mode="full", stop_token_ids=(), states=True)
+            return GenerationConfig(max_new_tokens=1, mode="full", stop_token_ids=(), states=True, adapter=self.adapter)
         if self.layer not in manifest.checkpoints:
             points = ", ".join(map(str, manifest.checkpoints)) or "none"
             raise GenerationError(f"layer must be a checkpoint of the bundle ({points}), not {self.layer}")
@@ -68,19 +75,19 @@ class EmbeddingConfig:
             max_pending=NO_LIMIT,
             stop_token_ids=(),
             states=True,
+            adapter=self.adapter,
         )
 
-    def vector(self, made: Generation) -> NDArray[np.float32]:
-        """Makes the vector [dimensions] of a text that was run with these options.
+    def vector(self, generation: Generation) -> NDArray[np.float32]:
+        """Computes the vector [dimensions] of a text that was run with these options.
 
         Raises:
-            GenerationError: it has fewer dimensions; or its router's score is 0, with which nothing leaves.
+            GenerationError: it has fewer dimensions; or its router's score is 0, which is never above a threshold.
         """
-        assert made.states is not None
-        left = made.stats.exit_layer[0]
-        if self.layer is not None and left != self.layer:
+        states = generation.states
+        assert states is not None
+        if self.layer is not None and generation.stats.exit_layer[0] != self.layer:
             raise GenerationError(f"the router of layer {self.layer} gives a text the score 0: use another layer")
-        states = made.states
         vector = np.asarray(states.mean(axis=0, dtype=np.float64) if self.pooling == "mean" else states[-1], np.float32)
         if self.dimensions is not None and self.dimensions > len(vector):
             raise GenerationError(f"dimensions must be at most {len(vector)}, the model's, not {self.dimensions}")

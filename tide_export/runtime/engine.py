@@ -1,8 +1,8 @@
 """Loads a bundle and generates tokens from it.
 
-An `Engine` holds what all sequences share; everything that belongs to one sequence lives in its `TokenStream`, so any
-number of threads may generate on one engine at once. `start` and `start_batch` give sequences that are stepped by hand.
-The library does the work (`native`); this module checks types, and holds what belongs together.
+An `Engine` holds the state that all sequences share, a `TokenStream` that of one sequence, so any number of threads may
+generate on one engine at once. `start` and `start_batch` return sequences that are stepped by hand. The native library
+(`native`) does the work; this module checks types and owns the handles.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_size_t
 from dataclasses import replace
 from typing import Any, Unpack, overload
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.common.values import real_number, whole_number
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.embedding import EmbeddingConfig
@@ -30,12 +31,11 @@ from tide_export.runtime.native import Owned, call, created, doubles, library, t
 from tide_export.runtime.providers import open_library_engine
 from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
 from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
-from tide_export.runtime.stepping import Batch, SingleSequence
+from tide_export.runtime.stepping import Batch, SingleSequence, encoded
 from tide_export.runtime.token_stream import TokenStream
 from tide_export.runtime.tokenizer import BundleTokenizer, LateText, tokenizer_of
-from tide_export.values import real_number, whole_number
 
-LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step: nobody waits for a token of it
+LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step: high, because the list is returned as a whole
 ATTEMPTS = 10  # to open a bundle while exports replace it
 
 
@@ -46,32 +46,35 @@ def load(
     verify: bool = True,
     plugins: str | os.PathLike[str] | None = None,
     device: int | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> "Engine":
     """Opens a bundle for generation.
 
-    The engine belongs to the process that loads it. In a child that `os.fork` makes, where its threads are missing,
-    every use of it is a GenerationError: such a child loads the bundle again, or is started by spawn.
+    The engine belongs to the process that loads it. A child process made by `os.fork` lacks its threads, so using the
+    engine there raises GenerationError: load the bundle again in the child, or start the child by spawn.
 
     Args:
         bundle: the folder that `tide-export export` wrote.
         provider: "cpu", "cuda" (ONNX Runtime), "tensorrt", "tensorrt-rtx"; "auto" takes the fastest that the bundle
             holds and this machine runs.
-        threads: threads one step may use on the CPU; None: one per physical core.
-        verify: check the sha256 of every file (sizes are always checked); that of large files while the engine opens,
-            and only once as long as the file stays untouched.
-        plugins: the plugin library, for TensorRT engines that use plugins; None: that of the environment variable
+        threads: CPU threads of one step; None: one per physical core.
+        verify: check the sha256 of every file (sizes are always checked). Large files are hashed while the engine
+            opens, and not again until they change.
+        plugins: the plugin library, for TensorRT engines that use plugins; None: the environment variable
             TIDE_PLUGINS, or an installed one.
-        device: the number of the GPU to run on, with a provider that runs on one; None: the first.
+        device: the number of the GPU, for a provider that runs on one; None: the first.
+        adapters: folders of low-rank adapters (LoRA) as peft writes them, by the names that requests give
+            (`GenerationConfig.adapter`); for provider "cpu" and a bundle that was exported with `lora_rank`.
 
     Raises:
-        BundleError: the bundle is missing, damaged or of another release.
+        BundleError: the bundle is missing, damaged or written by an incompatible release.
         ProviderError: the provider cannot run this bundle here.
-        ConfigError: threads not in 1..1024.
+        ConfigError: threads not in 1..1024; an adapter cannot be read, or does not fit the bundle.
     """
     for attempt in range(1, ATTEMPTS + 1):
         opened = open_bundle(bundle, verify=False)
         try:
-            return open_engine(opened, provider, threads, verify, plugins, device)
+            return open_engine(opened, provider, threads, verify, plugins, device, adapters=adapters)
         except ReplacedError:
             if attempt == ATTEMPTS:
                 raise
@@ -79,7 +82,7 @@ def load(
 
 
 class ReplacedError(BundleError):
-    """Another bundle came to the same path while an engine was opened."""
+    """Reports that the bundle at a path was replaced while it was opened."""
 
 
 def open_engine(
@@ -90,30 +93,38 @@ def open_engine(
     plugins: str | os.PathLike[str] | None = None,
     device: int | None = None,
     graph: str | os.PathLike[str] | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> "Engine":
-    """Opens an engine on an opened bundle; other arguments as of `load`.
+    """Creates an engine for an opened bundle, with the arguments of `load` and two for checks.
 
     Args:
-        provider: also "cpu-networks": the segment networks in ONNX Runtime on the CPU, for checks.
-        graph: a file whose graph is run in place of the bundle's, for checks; provider "cpu".
+        provider: also "cpu-networks": the segment networks in ONNX Runtime on the CPU.
+        graph: a file whose graph replaces the bundle's; provider "cpu".
 
     Raises:
-        ReplacedError: another bundle came to its path.
+        ReplacedError: another bundle was moved to this path.
     """
-    handle = open_library_engine(bundle, provider, threads, verify, plugins, device, graph)
+    handle = open_library_engine(bundle, provider, threads, verify, plugins, device, graph, adapters)
     size = c_size_t()
     text = text_at(library().tide_manifest(handle, ctypes.byref(size)), size.value)
     if Manifest.from_json(text.encode(), str(bundle.path)) != bundle.manifest:
         raise ReplacedError(f"bundle '{bundle.path}' was replaced while it was opened: load it again")
-    return Engine(bundle, handle)
+    return Engine(bundle, handle, adapters=tuple(adapters or ()))
 
 
 class Engine:
-    """A loaded bundle. Safe to use from several threads."""
+    """Runs a loaded bundle; safe to use from several threads."""
 
-    def __init__(self, bundle: Bundle, handle: Owned, drafting: Drafting | None = None) -> None:
-        """Takes a tide_engine; `open_engine` makes one. `drafting`: in place of the bundle's."""
-        self.bundle, self._handle, self._drafting = bundle, handle, drafting
+    def __init__(
+        self, bundle: Bundle, handle: Owned, drafting: Drafting | None = None, adapters: tuple[str, ...] = ()
+    ) -> None:
+        """Wraps the tide_engine that `open_engine` creates.
+
+        Args:
+            drafting: replaces the bundle's.
+            adapters: names of those that it was loaded with.
+        """
+        self.bundle, self._handle, self._drafting, self.adapters = bundle, handle, drafting, adapters
         self.provider: str = library().tide_provider(handle).decode()
         self.max_batch_size: int = library().tide_max_batch_size(handle)
 
@@ -124,22 +135,23 @@ class Engine:
 
     @property
     def auto(self) -> AutoMode | None:
-        """What mode `auto` is on this provider, for one sequence; None: not measured, so that it is full depth."""
+        """Mode `auto` on this provider for one sequence; None: not measured, so it runs at full depth."""
         auto = self.manifest.auto
         return auto if auto is not None and auto.provider == self.provider else None
 
     def auto_of(self, slots: int) -> AutoMode | None:
-        """What mode `auto` is for so many sequences at once: the prompts of a list, or the slots of a scheduler,
-        however many are taken. None: full depth, as nothing else was measured to pay."""
+        """Returns mode `auto` for `slots` prompts of a list or slots of a scheduler; None: full depth."""
         return None if self.auto is None else self.auto.of(min(slots, self.max_batch_size))
 
     def resolved(self, config: GenerationConfig, prompts: int | None = None) -> dict[str, Any]:
-        """Checks options, and returns what they mean for this bundle: `mode`, `thresholds` (above 1: off),
-        `max_pending` (-1: no limit), `drafting` (None outside mode lossless), `compaction_threshold` (None for one
-        prompt).
+        """Checks options and fills in the bundle's defaults.
 
         Args:
-            prompts: how many a list has; None: it is one prompt.
+            prompts: the number of prompts in a list; None: a single prompt.
+
+        Returns:
+            `mode`, `thresholds` (above 1: off), `max_pending` (-1: no limit), `drafting` (None outside mode lossless)
+            and `compaction_threshold` (None for a single prompt).
 
         Raises:
             GenerationError: an option is out of range, or has no effect.
@@ -160,11 +172,11 @@ class Engine:
 
     @property
     def tokenizer(self) -> BundleTokenizer:
-        """The bundle's. Raises BundleError: it has none that can be used."""
+        """The bundle's tokenizer; BundleError if it is missing or cannot be used."""
         return tokenizer_of(self.bundle)
 
     def drafting_as(self, drafting: Drafting) -> "Engine":
-        """The same engine with other drafting in lossless mode; the bundle stays as it is."""
+        """Returns this engine with other drafting for lossless mode; the bundle on disk is not changed."""
         bundle = replace(self.bundle, manifest=replace(self.manifest, drafting=drafting))
         other = Engine.__new__(Engine)
         other.__dict__ |= self.__dict__ | {"bundle": bundle, "_drafting": drafting}
@@ -194,8 +206,8 @@ class Engine:
     ) -> Generation | list[Generation]:
         """Generates the tokens that follow a prompt, or each of a list of prompts.
 
-        The prompts of a list, of any lengths, are decoded as a batch of up to 32 (on TensorRT and CUDA as many as the
-        bundle's networks take); when one ends the next takes its slot. Each gets the tokens it would get alone, up to
+        A list is decoded as a batch of up to 32 prompts of any lengths (on TensorRT and CUDA as many as the bundle's
+        networks take); when one ends, the next takes its slot. Each prompt gets the tokens it would get alone, up to
         rounding (docs/guide/batches.md).
 
         Args:
@@ -204,7 +216,7 @@ class Engine:
             options: fields of `GenerationConfig` by name, which override those of `config`.
 
         Raises:
-            GenerationError: as `stream`; for a list of prompts also where the bundle holds no networks for batches.
+            GenerationError: as `stream` raises it; or a list was given and the bundle holds no batch networks.
         """
         config = with_options(config, options)
         if is_list_of_prompts(ids):
@@ -225,9 +237,9 @@ class Engine:
             options: fields of `GenerationConfig` by name, which override those of `config`.
 
         Raises:
-            GenerationError: the prompt is empty, holds something that is no token id or is longer than the model's
-                context; or an option is out of range, or of no effect: threshold, min_layers and max_pending in mode
-                "full" or where the bundle has no checkpoints, max_pending where K/V are propagated, prompt_lookup
+            GenerationError: the prompt is empty, is longer than the model's context or holds something other than
+                token ids; or an option is out of range or has no effect: threshold, min_layers and max_pending in
+                mode "full" or in a bundle without checkpoints, max_pending where K/V are propagated, prompt_lookup
                 outside mode "lossless", top_k, top_p and min_p without a temperature, compaction_threshold for one
                 prompt.
         """
@@ -237,8 +249,8 @@ class Engine:
         prompt, options = prompt_ids(ids), options_json(self.bundle, config, self._drafting)
         hooks = hooks_of(self.bundle, config, prompt)
         pointer = None if hooks is None else ctypes.byref(hooks.struct)
-        given = self._handle, prompt.ctypes.data, len(prompt), options, pointer
-        handle = created("token_stream_open", *given, needed=(self._handle,))
+        arguments = self._handle, prompt.ctypes.data, len(prompt), options, pointer
+        handle = created("token_stream_open", *arguments, needed=(self._handle,))
         late = None
         if config.detokenize and not config.stop:
             late = LateText(self.tokenizer, prompt.tolist(), config.special_tokens)
@@ -257,7 +269,7 @@ class Engine:
     def _submit_list(
         self, prompts: Sequence[np.ndarray], configs: Sequence[GenerationConfig], share: float | None
     ) -> list[RequestHandle]:
-        """Submits all to a scheduler of their own; whoever reads them does its steps."""
+        """Submits the prompts to a new scheduler, whose steps run in the thread that reads the results."""
         scheduler = self.scheduler(SchedulerLimits(slots=len(prompts), prompt_tokens=LIST_PROMPT_TOKENS), share)
         handles = []
         for number, (prompt, one) in enumerate(zip(prompts, configs, strict=True), 1):
@@ -275,26 +287,27 @@ class Engine:
         layer: int | None = None,
         dimensions: int | None = None,
         normalize: bool = True,
+        adapter: str | None = None,
     ) -> NDArray[np.float32]:
-        """Makes the vector of a text, [D], or those of several, [texts, D], of what the model's head reads.
+        """Computes the embedding of one text, [D], or of several, [texts, D], from the final hidden states.
 
         Args:
-            ids: the tokens of one text, or of several.
-            pooling, layer, dimensions, normalize: see `EmbeddingConfig`.
+            ids: the token ids of one text, or of several.
+            pooling, layer, dimensions, normalize, adapter: the fields of `EmbeddingConfig`.
 
         Raises:
-            GenerationError: as `generate`, or `EmbeddingConfig`; also where several texts or a layer are asked for and
-                the bundle holds no networks for batches.
+            GenerationError: as `generate` or `EmbeddingConfig` raises it; or several texts or a layer were given and
+                the bundle holds no batch networks.
         """
-        how = EmbeddingConfig(pooling=pooling, layer=layer, dimensions=dimensions, normalize=normalize)
+        how = EmbeddingConfig(pooling=pooling, layer=layer, dimensions=dimensions, normalize=normalize, adapter=adapter)
         config, several = how.options(self.manifest), is_list_of_prompts(ids)
         if not several and layer is None:
             return how.vector(self._stream(ids, config).finish())
         texts: Any = ids if several else [ids]
         checked = [prompt_ids(text, f"prompt {number}") for number, text in enumerate(texts, 1)]
         waiting = deque(self._submit_list(checked, [config] * len(checked), None))
-        found = [how.vector(waiting.popleft().result()) for _ in checked]  # and frees its states
-        return np.stack(found) if several else found[0]
+        vectors = [how.vector(waiting.popleft().result()) for _ in checked]  # popped: its states are freed
+        return np.stack(vectors) if several else vectors[0]
 
     def scheduler(
         self,
@@ -302,62 +315,61 @@ class Engine:
         compaction_threshold: float | None = None,
         audit: AuditConfig | None = None,
     ) -> Scheduler:
-        """A scheduler of its own for requests that come and go; see `Scheduler`.
+        """Creates a `Scheduler` for requests that arrive over time.
 
         Args:
-            limits: what it holds at most; None: the defaults.
-            compaction_threshold: see `GenerationConfig`; None: the bundle's.
-            audit: checks some of the tokens of mode `exit` against full depth; None: none.
+            limits: its limits; None: the defaults.
+            compaction_threshold: as in `GenerationConfig`; None: the bundle's.
+            audit: checks a share of the tokens of mode `exit` against full depth; None: checks none.
 
         Raises:
-            GenerationError: the bundle holds no networks for batches, or there is no memory; a prefix cache or an audit
-                that this bundle or provider cannot have.
+            GenerationError: the bundle holds no batch networks, or memory ran out; or this bundle or provider has no
+                prefix cache or audit and one was asked for.
         """
         limits = limits or SchedulerLimits()
-        # By its slots, however many are taken: tokens must not depend on the load.
+        # By all slots, not by those in use: tokens must not depend on the load.
         mode = "full" if (auto := self.auto_of(limits.slots)) is None else auto.mode
         by_default = f"{mode} by default: {sentence(self.auto)}"
         return Scheduler(self.bundle, self._handle, limits, compaction_threshold, audit, by_default, self._drafting)
 
     def seconds_of_draft(self, rows: int, sequences: int = 1) -> float | None:
-        """Times a draft of the bundle's drafter for each of some sequences; None: it has none that this provider runs.
-
-        Args:
-            rows: tokens that each sequence has.
-        """
+        """Times one draft for each of `sequences` that hold `rows` tokens; None: no drafter runs here."""
         seconds = ctypes.c_double()
         call("time_drafter", self._handle, rows, sequences, ctypes.byref(seconds))
         return None if math.isnan(seconds.value) else seconds.value
 
-    def start(self, thresholds: Sequence[float], max_pending: int | None = None) -> SingleSequence:
-        """An empty sequence to `step` by hand.
+    def start(
+        self, thresholds: Sequence[float], max_pending: int | None = None, adapter: str | None = None
+    ) -> SingleSequence:
+        """Creates an empty sequence to `step` by hand.
 
         Args:
-            thresholds: one per checkpoint, as `resolve_thresholds` gives them; `NEVER_EXIT` turns one off.
+            thresholds: one per checkpoint, as `resolve_thresholds` returns them; `NEVER_EXIT` turns one off.
             max_pending: a segment is forced to run when more tokens than this would be pending before it; None: the
                 bundle's.
+            adapter: the name of one that the bundle was loaded with.
 
         Raises:
-            GenerationError: an argument is out of range, or there is no memory for the sequence.
+            GenerationError: an argument is out of range, or memory for the sequence ran out.
         """
         for value in thresholds:
             real_number("a threshold", value)
         limit = self.manifest.max_pending if max_pending is None else max_pending
         whole_number("max_pending", limit, minimum=0)
-        given = self._handle, doubles(thresholds), len(thresholds), limit
-        handle = created("sequence_create", *given, needed=(self._handle,))
+        arguments = self._handle, doubles(thresholds), len(thresholds), limit, encoded(adapter)
+        handle = created("sequence_create", *arguments, needed=(self._handle,))
         return SingleSequence(handle, len(self.manifest.segment_sizes), len(self.manifest.checkpoints))
 
     def start_batch(self, compaction_threshold: float, slots: int) -> Batch:
-        """An empty batch to `step` by hand.
+        """Creates an empty batch to `step` by hand.
 
         Args:
-            compaction_threshold: when a smaller share of the sequences in a step than this needs a segment, only those
-                run it; else all that have tokens pending before it do.
-            slots: how many it shall have; at most `max_batch_size`.
+            compaction_threshold: if a smaller share of a step's sequences needs a segment, only those run it; else
+                all that have tokens pending before it do.
+            slots: its capacity in sequences, at most `max_batch_size`.
 
         Raises:
-            GenerationError: the bundle holds no networks for batches, or there is no memory.
+            GenerationError: the bundle holds no batch networks, or memory ran out.
         """
         handle = created("batch_create", self._handle, compaction_threshold, slots, needed=(self._handle,))
         return Batch(handle, len(self.manifest.segment_sizes))

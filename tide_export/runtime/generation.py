@@ -1,4 +1,4 @@
-"""The result of a generation, and how it is read from the library."""
+"""Reads the result of a generation from the library."""
 
 import ctypes
 import json
@@ -16,10 +16,10 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "timeout"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities by the model's logits, before anything changes them."""
+    """Log-probabilities from the model's unchanged logits."""
 
     logprob: float  # of the token
-    top: tuple[tuple[int, float], ...]  # the most likely tokens and theirs, best first; of equal ones the lowest id
+    top: tuple[tuple[int, float], ...]  # (id, log-probability) of the most likely tokens, best first, then lowest id
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Generation:
     """A finished generation.
 
     Attributes:
-        tokens: the new token ids; the stop token, if one came, is the last.
+        tokens: the new token ids; a stop token is included, as the last.
         stats: exits, layers run, seconds.
         finish_reason: "stop" (a stop token or string), "length" (max_new_tokens), "context" (the model's context is
             full); of a scheduler's request also "cancelled" and "timeout".
-        logprobs: of each token, where `GenerationConfig.logprobs` asked for them.
-        text: of the tokens, up to a stop string, where `stop` or `detokenize` asked for it.
-        states: what the model's head reads, float32, where `GenerationConfig.states` asked for it. Mode full: of each
-            token that was run, which the last new one is not, [prompt + tokens - 1, D]. Mode exit: for each new token,
-            at its exit, [tokens, D].
-        prompt_logprobs: of each token of the prompt, where `GenerationConfig.prompt_logprobs` asked for them; nothing
-            comes before the first, which has None.
+        logprobs: of each token; None unless `GenerationConfig.logprobs` is set.
+        text: the text of the tokens up to a stop string; None unless `stop` or `detokenize` is set.
+        states: the hidden states that the model's head reads, float32; None unless `GenerationConfig.states` is set.
+            Mode full: of each token that was run, which the last new one is not, [prompt + tokens - 1, D]. Mode exit:
+            of each new token at its exit, [tokens, D].
+        prompt_logprobs: of each token of the prompt, None for the first; None unless
+            `GenerationConfig.prompt_logprobs` is set.
     """
 
     tokens: list[int]
@@ -50,7 +50,7 @@ class Generation:
 
 
 class Snapshot(NamedTuple):
-    """A generation as far as it has come."""
+    """A generation that may not have ended."""
 
     tokens: list[int]
     stats: ExitStats
@@ -60,10 +60,10 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(handle: Owned) -> Snapshot:
-    """Reads a tide_generation, but not what may be large."""
+    """Reads a tide_generation, except its states and the prompt's log-probabilities, which may be large."""
     functions, count = library(), c_size_t()
-    at = functions.tide_generation_tokens(handle, ctypes.byref(count))
-    tokens = list((c_int64 * count.value).from_address(at)) if count.value else []
+    ids = functions.tide_generation_tokens(handle, ctypes.byref(count))
+    tokens = list((c_int64 * count.value).from_address(ids)) if count.value else []
     stats = ExitStats.from_dict(json.loads(functions.tide_generation_stats(handle)))
     reason = functions.tide_generation_finish_reason(handle)
     address = functions.tide_generation_text(handle, ctypes.byref(count))
@@ -76,21 +76,22 @@ def finished(handle: Owned, mode: str, text: str | None, logprobs: bool, prompt_
     """Reads all of a tide_generation that has ended.
 
     Args:
-        mode: that it was made in.
-        text: of its tokens.
-        logprobs, prompt_logprobs: whether they were asked for.
+        mode: the mode of decoding.
+        text: the text of its tokens.
+        logprobs, prompt_logprobs: whether they were requested.
     """
-    made, count, states = take_snapshot(handle), c_size_t(), None
-    at = library().tide_generation_states(handle, ctypes.byref(count))
+    snapshot, count, states = take_snapshot(handle), c_size_t(), None
+    address = library().tide_generation_states(handle, ctypes.byref(count))
     if count.value:
-        rows = len(made.tokens) if mode == "exit" else made.stats.prompt_tokens + len(made.tokens) - 1
-        states = np.array((c_float * count.value).from_address(at), np.float32).reshape(rows, -1)
-    assert made.finish_reason is not None
+        tokens = len(snapshot.tokens)
+        rows = tokens if mode == "exit" else snapshot.stats.prompt_tokens + tokens - 1
+        states = np.array((c_float * count.value).from_address(address), np.float32).reshape(rows, -1)
+    assert snapshot.finish_reason is not None
     return Generation(
-        made.tokens,
-        made.stats,
-        made.finish_reason,
-        made.logprobs if logprobs else None,
+        snapshot.tokens,
+        snapshot.stats,
+        snapshot.finish_reason,
+        snapshot.logprobs if logprobs else None,
         text,
         states,
         read_prompt_logprobs(handle) if prompt_logprobs else None,
@@ -98,16 +99,16 @@ def finished(handle: Owned, mode: str, text: str | None, logprobs: bool, prompt_
 
 
 def read_prompt_logprobs(handle: Owned) -> list[TokenLogprobs | None]:
-    """Reads those of a tide_generation that has made a token."""
+    """Reads the prompt's log-probabilities from a tide_generation that has at least one token."""
     return [None, *_logprobs(library().tide_generation_prompt_logprobs, handle)]
 
 
 def _logprobs(function: Any, handle: Owned) -> list[TokenLogprobs]:
-    """Calls a function that gives those of the token of a number, from 0 on."""
-    count, found = c_size_t(), list[TokenLogprobs]()
+    """Calls `function` for token 0, 1, ... until it has no entries; each token's own entry is the first."""
+    count, logprobs = c_size_t(), list[TokenLogprobs]()
     while True:
-        entries = function(handle, len(found), ctypes.byref(count))
+        entries = function(handle, len(logprobs), ctypes.byref(count))
         if not count.value:
-            return found
-        (_, own), *top = ((entry.id, entry.logprob) for entry in entries[: count.value])
-        found.append(TokenLogprobs(own, tuple(top)))
+            return logprobs
+        (_, chosen), *top = ((entry.id, entry.logprob) for entry in entries[: count.value])
+        logprobs.append(TokenLogprobs(chosen, tuple(top)))

@@ -1,7 +1,7 @@
-"""Constrains a generation to a JSON schema, a regular expression or a Lark grammar, by llguidance (extra `grammar`).
+"""Constrains a generation to a JSON schema, a regular expression or a Lark grammar.
 
-llguidance says after each token which tokens may follow. At the end of what a grammar describes only the model's
-end-of-sequence tokens may.
+After each token, llguidance (extra `grammar`) returns the tokens that may follow. At the end of the grammar these are
+the model's end-of-sequence tokens alone.
 """
 
 from functools import partial
@@ -10,24 +10,24 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.opened import Bundle, BundleFile
 from tide_export.errors import ConstraintError, GenerationError, one_line
-from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.tokenizer import tokenizer_of
 
 KINDS = ("json_schema", "regex", "grammar")  # options of `GenerationConfig`
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}  # of JSON, for llguidance
-_vocabularies = WeakKeyDictionary[BundleFile, Any]()  # of open bundles; making one takes a second
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}  # JSON, for llguidance
+_vocabularies = WeakKeyDictionary[BundleFile, Any]()  # by open tokenizer file: creating one takes a second
 
 
 class Grammar:
-    """A grammar for the tokens of one bundle."""
+    """Compiles a grammar for the tokens of one bundle."""
 
     def __init__(self, bundle: Bundle, kind: str, text: str, json_whitespace: bool = False) -> None:
-        """Compiles `text`, which is of one of KINDS.
+        """Compiles `text`, whose language is `kind`, one of KINDS.
 
         Args:
-            json_whitespace: as of `GenerationConfig`; the schema's own "x-guidance" counts first.
+            json_whitespace: as in `GenerationConfig`; "x-guidance" in the schema takes precedence.
 
         Raises:
             GenerationError: it cannot be compiled; the model has no end-of-sequence token; llguidance is missing, or
@@ -35,15 +35,15 @@ class Grammar:
             BundleError: the tokenizer cannot be used.
         """
         matcher_class = _matcher_class(kind)
-        of_schema = partial(matcher_class.grammar_from_json_schema, defaults=None if json_whitespace else ONE_LINE)
-        makers: dict[str, Any] = {
-            "json_schema": of_schema,
+        from_schema = partial(matcher_class.grammar_from_json_schema, defaults=None if json_whitespace else ONE_LINE)
+        compilers: dict[str, Any] = {
+            "json_schema": from_schema,
             "regex": matcher_class.grammar_from_regex,
             "grammar": matcher_class.grammar_from_lark,
         }
         tokens = _vocabulary(bundle, kind)
         try:
-            matcher = matcher_class(tokens, makers[kind](text), log_level=0)
+            matcher = matcher_class(tokens, compilers[kind](text), log_level=0)
         except ValueError as error:
             raise GenerationError(f"{kind} cannot be compiled: {one_line(error)}") from error
         if matcher.is_error():
@@ -51,21 +51,21 @@ class Grammar:
         self.kind, self._matcher, self._size = kind, matcher, bundle.manifest.model.vocab_size
 
     def start(self) -> "GrammarState":
-        """The state of a new text."""
+        """Returns the state before the first token of a text."""
         return GrammarState(self.kind, self._matcher, self._size)
 
 
 class GrammarState:
-    """How far one text has come in a grammar."""
+    """Tracks the position of one text in a grammar."""
 
-    def __init__(self, kind: str, fresh: Any, vocab_size: int) -> None:
-        """`fresh`: llguidance's matcher at the start of a text, which stays there."""
-        self._kind, self._matcher, self._size = kind, fresh.deep_copy(), vocab_size
+    def __init__(self, kind: str, matcher: Any, vocab_size: int) -> None:
+        """Copies `matcher`, llguidance's matcher at the start of a text."""
+        self._kind, self._matcher, self._size = kind, matcher.deep_copy(), vocab_size
         self._tokens: list[int] = []
-        self._after_stop = 0  # tokens after the end of what the grammar describes
+        self._after_stop = 0  # tokens after the end of the grammar
 
     def read(self, tokens: list[int]) -> None:
-        """Goes to the end of a text, which is the one before with tokens added or removed at its end.
+        """Moves to the end of `tokens`, the text read before with tokens added or removed at its end.
 
         Raises:
             ConstraintError: the grammar became too complex.
@@ -80,7 +80,7 @@ class GrammarState:
             self._tokens.append(token)
 
     def mask(self) -> np.ndarray:
-        """Which tokens may follow, bool [V].
+        """Returns which tokens may follow, bool [V].
 
         Raises:
             ConstraintError: the grammar became too complex.
@@ -94,7 +94,7 @@ class GrammarState:
         return not self._matcher.is_stopped() and self._matcher.validate_tokens([token]) == 1
 
     def _accept(self, token: int) -> None:
-        if self._matcher.is_stopped():  # only an end-of-sequence token comes now, which llguidance does not count
+        if self._matcher.is_stopped():  # an end-of-sequence token follows, which llguidance does not count
             self._after_stop += 1
         else:
             self._matcher.consume_token(token)
@@ -114,7 +114,7 @@ class GrammarState:
 
 
 def schema_error(schema: str) -> str:
-    """Why no grammar can hold a JSON schema; empty: one can.
+    """Returns the reason why a JSON schema cannot be made a grammar; empty: it can.
 
     Raises:
         GenerationError: llguidance is missing.
@@ -128,7 +128,6 @@ def schema_error(schema: str) -> str:
 
 
 def _matcher_class(kind: str) -> Any:
-    """llguidance's matcher."""
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError:
@@ -137,7 +136,7 @@ def _matcher_class(kind: str) -> Any:
 
 
 def _vocabulary(bundle: Bundle, kind: str) -> Any:
-    """llguidance's tables of a bundle's tokens, made once."""
+    """Returns llguidance's tables of a bundle's tokens, created once per bundle."""
     from llguidance import LLTokenizer
 
     ends, file = list(bundle.manifest.model.eos_token_ids), bundle.files[TOKENIZER_FILE]
@@ -147,6 +146,6 @@ def _vocabulary(bundle: Bundle, kind: str) -> Any:
         text = tokenizer_of(bundle).to_json()
         try:
             _vocabularies[file] = LLTokenizer(text, n_vocab=bundle.manifest.model.vocab_size, eos_token=ends)
-        except Exception as error:  # of Rust, of several kinds
+        except Exception as error:  # Rust raises several kinds
             raise GenerationError(f"{kind} cannot be used with the bundle's tokenizer: {one_line(error)}") from error
     return _vocabularies[file]

@@ -1,4 +1,4 @@
-"""What a caller holds of a request: its tokens as they come, its result, and the means to cancel it."""
+"""Reads and cancels a request that was submitted to a scheduler."""
 
 import asyncio
 import ctypes
@@ -21,12 +21,12 @@ from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.tokenizer import LateText
 from tide_export.runtime.watch import Watch
 
-TOKENS_READ = 64  # in one call
+TOKENS_READ = 64  # at most, in one call
 WAIT_SECONDS = 0.1  # after which a waiting thread runs signal handlers
 
 
 class Driver(Protocol):
-    """What a handle needs of its scheduler."""
+    """Lists the functions of a scheduler that a handle calls."""
 
     def drive(self) -> bool: ...
 
@@ -36,7 +36,7 @@ class Driver(Protocol):
 
 
 class RequestHandle(Iterator[int], AsyncIterator[int]):
-    """A submitted request. Iterating gives its tokens as they are made; `async for` does too.
+    """Reads a submitted request; `for` and `async for` yield its tokens as they are generated.
 
     Any thread may use it, one at a time.
     """
@@ -50,7 +50,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         logprobs: bool,
         prompt_logprobs: bool,
     ) -> None:
-        """Takes a tide_request; the arguments are those of `TokenStream`."""
+        """Wraps a tide_request; the other arguments are those of `TokenStream`."""
         self._scheduler, self._handle, self._hooks, self._late = scheduler, handle, hooks, late
         self._with_logprobs, self._with_prompt_logprobs = logprobs, prompt_logprobs
         self._tokens: list[int] = []
@@ -61,31 +61,33 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
 
     @property
     def tokens(self) -> list[int]:
-        """Made so far."""
+        """Tokens generated so far."""
         self._read()
         return self._tokens
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None while it has not."""
+        """The error that ended the request; None: it has not failed."""
         self._read()
         return self._error
 
     @property
     def mode(self) -> str:
-        """That it is decoded in; where none was named what mode `auto` is for the scheduler's slots."""
+        """The mode of decoding; for `auto`, the mode that it is for the scheduler's slots."""
         mode: bytes = library().tide_request_mode(self._handle)
         return mode.decode()
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None until it has ended, and where it failed."""
+        """Why the request ended; None until then, and if it failed."""
         return self._snapshot().finish_reason
 
     @property
     def text(self) -> str | None:
-        """Of the tokens made so far, without what may become a stop string; None: neither `stop` nor `detokenize` asks
-        for it."""
+        """Text of the tokens so far, without a possible start of a stop string.
+
+        None: neither `stop` nor `detokenize` was given.
+        """
         if self._late is None:
             return self._snapshot().text
         self._read()
@@ -93,31 +95,31 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of the tokens made so far; None: they were not asked for."""
+        """Log-probabilities of the tokens so far; None: not requested."""
         return self._snapshot().logprobs if self._with_logprobs else None
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Of the prompt's tokens, once there is a token; None: they were not asked for."""
+        """Log-probabilities of the prompt's tokens, after the first new token; None: not requested."""
         return read_prompt_logprobs(self._so_far()) if self._with_prompt_logprobs else None
 
     @property
     def stats(self) -> ExitStats:
-        """Of the tokens made so far."""
+        """Statistics of the tokens so far."""
         return self._snapshot().stats
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt whose K/V came from the scheduler's prefix cache."""
+        """Prompt tokens whose K/V came from the scheduler's prefix cache."""
         cached: int = library().tide_request_cached_tokens(self._handle)
         return cached
 
     def cancel(self) -> None:
-        """Ends the request before the next step; its tokens so far stay. Does nothing after its end."""
+        """Ends the request before the next step, unless it has ended; its tokens so far stay."""
         library().tide_request_cancel(self._handle)
 
     def result(self) -> Generation:
-        """Waits for the end.
+        """Waits for the end of the request.
 
         Raises:
             GenerationError: the request failed.
@@ -146,7 +148,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         return token
 
     def _take(self) -> int | None:
-        """The next token, without waiting; None: there is none yet, or no more."""
+        """Returns the next token without waiting; None: there is none yet, or no more."""
         if self._returned == len(self._tokens):
             self._read()
             if self._returned == len(self._tokens):
@@ -158,7 +160,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         return otherwise if self._error is None else self._error
 
     def _read(self) -> None:
-        """Takes over the tokens that were made since the last call, and the end."""
+        """Reads the tokens generated since the last call, and whether the request has ended."""
         while not self._ended:
             status = ctypes.byref(self._status)
             count = library().tide_request_read(self._handle, len(self._tokens), self._ids, TOKENS_READ, status)

@@ -1,7 +1,7 @@
-"""The functions of a request that the library calls: what changes its logits, what constrains it, what makes its text.
+"""Passes Python callbacks of a request to the library: logits processor, grammar and detokenizer.
 
-Each is called in the thread that does the steps. What it raises is kept, because no exception crosses C, and raised by
-who reads the request.
+Each is called in the thread that runs the steps. No exception may cross C, so what a callback raises is kept and raised
+again where the request is read.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ LogitsProcessor = Callable[[list[int], np.ndarray], np.ndarray]
 
 
 class Hooks:
-    """The hooks of one request, which must live until it has ended.
+    """Holds the callbacks of one request; must live until the request has ended.
 
     Attributes:
-        error: what a hook failed with, but for what a signal handler raised; None: none has.
+        error: the exception of the callback that failed; None: none has, or `native` keeps it (a signal handler's).
         struct: the tide_hooks.
     """
 
@@ -33,11 +33,11 @@ class Hooks:
         grammar: GrammarState | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Takes the functions of a request.
+        """Wraps the callbacks that are given.
 
         Args:
-            prompt_tokens: of its prompt, which a grammar does not see.
-            decode: gives the text of token ids; None: no text is needed.
+            prompt_tokens: the length of the prompt, which the grammar does not read.
+            decode: returns the text of token ids; None: the library needs no text.
         """
         self.error: BaseException | None = None
         self._processor, self._grammar, self._decode = processor, grammar, decode
@@ -52,7 +52,7 @@ class Hooks:
             self.struct.detokenize = native.Detokenize(self._detokenize)
 
     def error_of(self, status: int) -> BaseException:
-        """Returns what the request failed with. Raises what a signal handler raised in a hook."""
+        """Returns the error of the request; raises an exception of a signal handler in a callback."""
         native.raise_interrupt()
         error, self.error = self.error, None
         return native.error_of(status) if error is None else error
@@ -69,7 +69,7 @@ class Hooks:
             self._report(native.OK)
         except BaseException as error:
             self._failed(error, "logits_processor failed")
-        return native.OK  # what is reported counts
+        return native.OK  # ignored: `_report` gives the status
 
     def _allows_token(self, _: Any, ids: int, count: int, token: int) -> int:
         assert self._grammar is not None
@@ -107,7 +107,7 @@ class Hooks:
 
 
 def _processed(processor: LogitsProcessor, ids: list[int], logits: np.ndarray) -> np.ndarray:
-    """Returns what a caller's function makes of logits. Raises GenerationError: they are no logits any more."""
+    """Applies a caller's logits processor and checks the shape of the result."""
     changed = np.asarray(processor(ids, logits), np.float32)
     if changed.shape != logits.shape:
         raise GenerationError(

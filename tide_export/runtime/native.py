@@ -1,8 +1,7 @@
 """Opens the native library, `libtide.so`, and calls its C interface (cpp/include/tide/tide.h).
 
-The library is the runtime; this package binds it with ctypes, because a library that does not use Python's own
-interface serves every version of Python with one wheel and needs nothing but a compiler to be built. ctypes releases
-the interpreter's lock while a function runs, and runs signal handlers between two calls.
+The binding is ctypes, so one wheel serves every version of Python and a compiler is all that a build needs. ctypes
+releases the interpreter's lock while a function runs, and runs signal handlers between two calls.
 """
 
 import atexit
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from tide_export.common.version import __version__
 from tide_export.errors import (
     BundleError,
     ConfigError,
@@ -31,14 +31,13 @@ from tide_export.errors import (
     QueueFullError,
     TideError,
 )
-from tide_export.version import __version__
 
 logger = logging.getLogger("tide_export")
 
 LIBRARY = Path(__file__).with_name("libtide.so")
 ADVICE = "install tide_export again on this machine"
 
-OK, ENDED = 0, 1  # of tide_status
+OK, ENDED = 0, 1  # values of tide_status
 GENERATION_ERROR, CONSTRAINT_ERROR = 4, 9
 ERRORS: dict[int, type[TideError]] = {
     2: ConfigError,
@@ -47,7 +46,7 @@ ERRORS: dict[int, type[TideError]] = {
     5: QueueFullError,
     6: ProviderError,
     CONSTRAINT_ERROR: ConstraintError,
-}  # the others: no memory, and an exception that is none of the runtime's
+}  # other statuses (no memory, an unexpected exception) become GenerationError
 
 
 class Logprob(Structure):
@@ -114,7 +113,7 @@ class HooksStruct(Structure):
 
 _HANDLE, _OUT, _IDS = c_void_p, POINTER(c_void_p), c_void_p
 _REQUEST = (_IDS, c_size_t, c_char_p, POINTER(HooksStruct))  # prompt, count, options, hooks
-# By name without "tide_": the type of the result, None for a status, and those of the arguments.
+# The result's type (None: a status) and the arguments' types, by name without "tide_".
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "version": (c_char_p, ()),
     "last_error": (c_char_p, ()),
@@ -157,7 +156,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "request_cached_tokens": (c_int64, (_HANDLE,)),
     "request_cancel": (c_void_p, (_HANDLE,)),
     "request_free": (c_void_p, (_HANDLE,)),
-    "sequence_create": (None, (_HANDLE, POINTER(c_double), c_size_t, c_int64, _OUT)),
+    "sequence_create": (None, (_HANDLE, POINTER(c_double), c_size_t, c_int64, c_char_p, _OUT)),
     "sequence_step": (None, (_HANDLE, _IDS, c_size_t, c_int64, c_int, POINTER(Step))),
     "sequence_rewind": (None, (_HANDLE, c_int64)),
     "sequence_set_thresholds": (None, (_HANDLE, POINTER(c_double), c_size_t)),
@@ -166,7 +165,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sample": (None, (c_char_p, c_int64, c_void_p, c_size_t, POINTER(c_int64))),
     "batch_create": (None, (_HANDLE, c_double, c_int64, _OUT)),
     "batch_free_slots": (c_size_t, (_HANDLE,)),
-    "batch_join": (None, (_HANDLE, POINTER(c_double), c_size_t, c_int64, POINTER(c_size_t))),
+    "batch_join": (None, (_HANDLE, POINTER(c_double), c_size_t, c_int64, c_char_p, POINTER(c_size_t))),
     "batch_leave": (None, (_HANDLE, c_size_t)),
     "batch_step": (None, (_HANDLE, POINTER(SlotStep), c_size_t, POINTER(Step))),
     "batch_rewind": (None, (_HANDLE, c_size_t, c_int64)),
@@ -176,8 +175,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "replay": (None, (c_char_p, _IDS, c_size_t, _IDS, _IDS, _IDS, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)),
 }
 
-
-# Of an object that a function creates, the function that frees it.
+# The function that frees the object that a function creates.
 _FREES = {
     "load": "engine_free",
     "load_networks": "engine_free",
@@ -190,7 +188,7 @@ _FREES = {
     "batch_create": "batch_free",
 }
 
-_interrupts: list[BaseException] = []  # one at most: KeyboardInterrupt, and what else is no error, raised in a callback
+_interrupts: list[BaseException] = []  # at most one, raised in a callback: KeyboardInterrupt or another non-Exception
 
 
 @Log
@@ -203,7 +201,7 @@ def library() -> ctypes.CDLL:
     """Opens the library and declares its functions.
 
     Raises:
-        ProviderError: it is missing or damaged, was built for another machine, or is of another version.
+        ProviderError: it is missing or damaged, or was built for another machine or version.
     """
     defect, opened = _defect(LIBRARY), None
     if defect is None:
@@ -228,18 +226,18 @@ def library() -> ctypes.CDLL:
 
 
 def _defect(path: Path) -> str | None:
-    """What is wrong with a library that the loader would not say, or would not survive; None: nothing that is known."""
+    """Returns a defect of the file that the loader would not report or would crash on; None: none."""
     if not path.is_file():
         return "it is missing"
     with path.open("rb") as file:
         header = file.read(64)
-    if header[:5] != b"\x7fELF\2" or len(header) < 64:  # of 64 bits
+    if header[:5] != b"\x7fELF\2" or len(header) < 64:  # not a 64-bit ELF file
         return None
-    own = Path("/proc/self/exe")  # Python's
-    if own.exists():
-        with own.open("rb") as file:
-            same = file.read(20)
-        if (header[4:6], header[18:20]) != (same[4:6], same[18:20]):
+    executable = Path("/proc/self/exe")  # Python, which runs on this CPU
+    if executable.exists():
+        with executable.open("rb") as file:
+            python = file.read(20)
+        if (header[4:6], header[18:20]) != (python[4:6], python[18:20]):
             return "it is for another kind of CPU"
     (sections,), (entry, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=HH", header, 58)
     size = path.stat().st_size
@@ -247,24 +245,26 @@ def _defect(path: Path) -> str | None:
 
 
 def onnxruntime_library() -> str | None:
-    """Returns the path of the library in the installed package onnxruntime; None: that of TIDE_ONNXRUNTIME, or there is
-    no such package."""
+    """Returns the path of the installed package's library; None: none, or TIDE_ONNXRUNTIME is set."""
     if os.environ.get("TIDE_ONNXRUNTIME"):
         return None
     try:
         spec = find_spec("onnxruntime")
-    except ModuleNotFoundError:  # something keeps it from being imported
+    except ModuleNotFoundError:  # its import is blocked (sys.modules or a meta path finder)
         spec = None
     if spec is None or spec.origin is None:
         return None
-    found = sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime*"))
-    libraries = [path for path in found if "providers" not in path.name]
+    files = sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime*"))
+    libraries = [path for path in files if "providers" not in path.name]
     return str(libraries[0]) if libraries else None
 
 
 def keep_interrupt(error: BaseException) -> bool:
-    """Keeps what a signal handler raised in a function that the library called, for no exception crosses C; whether it
-    did: signal handlers run in the main thread alone."""
+    """Keeps a signal handler's exception for the caller, because no exception may cross C.
+
+    Returns:
+        False in other threads than the main one: signal handlers do not run there, so nothing is kept.
+    """
     if not _in_main_thread():
         return False
     _interrupts[:] = [error]
@@ -272,9 +272,11 @@ def keep_interrupt(error: BaseException) -> bool:
 
 
 def _keep_ignored(otherwise: Callable[[Any], object], ignored: Any) -> None:
-    """Keeps what a signal handler raised before the first line of a function that the library called: ctypes ignores
-    it, the function has reported nothing, so that the call fails, and the caller raises this. Or while an object was
-    freed: the next call raises it."""
+    """Keeps a signal handler's exception that Python would ignore (a `sys.unraisablehook`).
+
+    Raised before the first line of a callback, it makes the library's call fail, because the callback has reported
+    nothing, and that call raises it. Raised while an object is freed, it is raised by the next call.
+    """
     called = __package__ in f"{ignored.err_msg} {ignored.object!r}" and "ctypes" in str(ignored.err_msg)
     ours = called or isinstance(ignored.object, weakref.finalize)
     error = ignored.exc_value
@@ -283,7 +285,7 @@ def _keep_ignored(otherwise: Callable[[Any], object], ignored: Any) -> None:
 
 
 def raise_interrupt() -> None:
-    """Raises what `keep_interrupt` kept."""
+    """Raises the exception that `keep_interrupt` kept, if any."""
     if _interrupts and _in_main_thread():
         raise _interrupts.pop()
 
@@ -293,15 +295,17 @@ def _in_main_thread() -> bool:
 
 
 def error_of(status: int) -> TideError:
-    """Returns the error that a status stands for, with the sentence of the last call in this thread that failed. Raises
-    what a signal handler raised while the library called back."""
+    """Returns the error of a status, with the message of the last call that failed in this thread.
+
+    A signal handler's exception that was kept is raised instead.
+    """
     raise_interrupt()
     sentence = library().tide_last_error().decode(errors="replace")
     return ERRORS.get(status, GenerationError)(sentence)
 
 
 def check(status: int) -> None:
-    """Raises the error that a status stands for, if it does."""
+    """Raises the error of a status, unless it is a success."""
     if status > ENDED:
         raise error_of(status)
 
@@ -310,26 +314,27 @@ def call(name: str, *arguments: Any) -> None:
     """Calls a function that returns a status.
 
     Raises:
-        TideError: of the stage that failed.
-        KeyboardInterrupt: Ctrl-C came while an object was freed; the function is not called.
+        TideError: the function failed; the class names the stage.
+        KeyboardInterrupt: Ctrl-C was pressed while an object was freed; the function is not called.
     """
     raise_interrupt()
     check(getattr(library(), f"tide_{name}")(*arguments))
 
 
 class Owned:
-    """The handle of an object of the library, which is freed with its last reference: also where a signal handler's
-    exception ends the call that creates it.
+    """Holds the handle of a library object, and frees the object with its last reference.
+
+    It is freed also when a signal handler's exception ends the call that creates it.
 
     Attributes:
-        pointer: what the function that creates it takes.
+        pointer: the address of the handle, for the function that creates the object.
     """
 
     def __init__(self, creates: str, needed: tuple[Any, ...] = ()) -> None:
-        """Prepares for a function, by name, that creates an object.
+        """Prepares a handle for the function named `creates`.
 
         Args:
-            needed: what the library uses while it frees the object; nothing that refers to this.
+            needed: objects that must outlive this one; none may refer to it.
         """
         self._as_parameter_ = c_void_p()
         self.pointer = ctypes.byref(self._as_parameter_)
@@ -337,17 +342,19 @@ class Owned:
         weakref.finalize(self, _free, free, self._as_parameter_, needed)
 
     def __bool__(self) -> bool:
-        """Whether there is an object."""
+        """Returns whether the object was created."""
         return bool(self._as_parameter_)
 
 
 def _free(free: Any, handle: c_void_p, needed: tuple[Any, ...]) -> None:
-    free(handle)  # and then `needed`
+    free(handle)  # before `needed` is released
 
 
 def created(name: str, *arguments: Any, needed: tuple[Any, ...] = ()) -> Owned:
-    """Calls a function whose last argument receives a new object, and returns that. Raises as `call`; `needed` is that
-    of `Owned`."""
+    """Calls a function whose last argument receives a new object, and returns the object's handle.
+
+    Raises what `call` raises; `needed` is that of `Owned`.
+    """
     handle = Owned(name, needed)
     call(name, *arguments, handle.pointer)
     return handle
@@ -364,7 +371,7 @@ def doubles(values: Sequence[float]) -> Any:
 
 
 def floats_at(address: int | None, *shape: int) -> np.ndarray:
-    """Returns a copy of float32 numbers in the library's memory; no address: an array without numbers."""
+    """Returns a copy of float32 numbers in the library's memory; an empty array without an address."""
     count = int(np.prod(shape)) if address else 0
     if not count or address is None:
         return np.zeros(shape if not count and address else (0,), np.float32)

@@ -8,16 +8,17 @@ all but TensorRT's engines, whose runs it is given (`tensorrt.engines`).
 import json
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from tide_export.bundle.opened import Bundle
+from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError, ProviderError
 from tide_export.runtime.native import Owned, created, onnxruntime_library
 from tide_export.runtime.tensorrt.engines import open_engines
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.gpu import compute_capability
 from tide_export.runtime.tensorrt.plugins import NONE
-from tide_export.values import whole_number
 
 logger = logging.getLogger("tide_export")
 
@@ -36,18 +37,20 @@ def open_library_engine(
     plugins: str | os.PathLike[str] | None,
     device: int | None,
     graph: str | os.PathLike[str] | None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None,
 ) -> Owned:
-    """Opens `bundle`; arguments as of `engine.open_engine`. Returns a tide_engine.
+    """Creates a tide_engine for `bundle`; the arguments are those of `engine.open_engine`.
 
     Raises:
-        ProviderError: the provider is unknown, or cannot run this bundle here; or plugins are given for a bundle or a
-            provider without any, threads for one that is not the CPU, or a device for one that is no GPU's.
-        ConfigError: threads not in 1..1024, or a device not in 0..1023.
+        ProviderError: the provider is unknown or cannot run this bundle here; or plugins are given for a bundle or
+            provider without plugins, threads for a GPU, or a device for the CPU.
+        ConfigError: threads not in 1..1024, a device not in 0..1023, or an adapter that does not fit the bundle.
         BundleError: the bundle is damaged.
     """
     _check(bundle, provider, threads, plugins, device)
     options: dict[str, Any] = {"threads": threads, "verify": verify, "device": device}
     options |= {"graph": None if graph is None else os.fspath(graph), "onnxruntime": onnxruntime_library()}
+    options["adapters"] = {name: os.fspath(folder) for name, folder in (adapters or {}).items()} or None
     if provider != "auto":
         return _open(bundle, provider, options, plugins)
     refused = []
@@ -81,7 +84,7 @@ def _check(
 
 
 def _candidates(bundle: Bundle) -> list[str]:
-    """The bundle's providers that are faster than the CPU, fastest first."""
+    """Returns the bundle's providers that are faster than the CPU, fastest first."""
     candidates = [] if bundle.manifest.engines is None else [bundle.manifest.engines.flavour]
     if bundle.manifest.networks is not None and compute_capability() is not None:
         candidates.append("cuda")
@@ -94,11 +97,11 @@ def _open(bundle: Bundle, provider: str, options: dict[str, Any], plugins: str |
             f"provider '{provider}' needs ONNX Runtime: pip install tide_export[cpu], or name its library in the "
             "environment variable TIDE_ONNXRUNTIME"
         )
-    given = {name: value for name, value in options.items() if value is not None} | {"provider": provider}
+    load_options = {name: value for name, value in options.items() if value is not None} | {"provider": provider}
     if provider in FLAVOURS:
-        handle = open_engines(bundle, provider, given, plugins)
+        handle = open_engines(bundle, provider, load_options, plugins)
     else:
-        handle = created("load", os.fsencode(bundle.path), json.dumps(given).encode())
+        handle = created("load", os.fsencode(bundle.path), json.dumps(load_options).encode())
     threads = "" if options["threads"] is None else f", {options['threads']} threads"
     titles = {"cuda": "ONNX Runtime on CUDA", **{name: flavour.title for name, flavour in FLAVOURS.items()}}
     logger.info("running '%s' with %s%s", bundle.path, titles.get(provider, "ONNX Runtime on the CPU"), threads)

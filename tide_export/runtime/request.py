@@ -1,4 +1,4 @@
-"""Turns a prompt and a `GenerationConfig` into what the library takes: ids, options as JSON, and hooks."""
+"""Converts a prompt and a `GenerationConfig` to the library's arguments: ids, JSON options, hooks."""
 
 import json
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
+from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
-from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.config import GenerationConfig, token_ids
 from tide_export.runtime.grammar import KINDS, Grammar
 from tide_export.runtime.hooks import Hooks
 from tide_export.runtime.tokenizer import tokenizer_of
 
 MAX_INT64 = 2**63 - 1
-# Options that the library takes as they are.
+# Options that the library takes unchanged.
 PLAIN = (
     *("mode", "threshold", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "stop_token_ids", "compaction_threshold", "states"),
+    *("frequency_penalty", "stop_token_ids", "compaction_threshold", "adapter", "states"),
 )
 WHOLE = (
     *("max_new_tokens", "min_layers", "max_pending", "prompt_lookup", "drafter", "top_k", "logprobs"),
@@ -30,13 +30,13 @@ DEFAULTS = GenerationConfig()
 
 
 def options_json(bundle: Bundle, config: GenerationConfig, drafting: Drafting | None = None) -> bytes:
-    """Returns the options of a request as tide.h takes them.
+    """Returns the options of a request as the JSON that tide.h takes.
 
     Args:
-        drafting: of lossless mode in place of the bundle's.
+        drafting: replaces the bundle's drafting in lossless mode.
 
     Raises:
-        GenerationError: an option asks for a tokenizer that the bundle does not have; a seed is too large.
+        GenerationError: an option needs a tokenizer that the bundle does not have; or a seed is too large.
     """
     options: dict[str, Any] = {name: getattr(config, name) for name in PLAIN}
     options |= {name: min(value, MAX_INT64) for name in WHOLE if (value := getattr(config, name)) is not None}
@@ -72,7 +72,7 @@ def options_json(bundle: Bundle, config: GenerationConfig, drafting: Drafting | 
 
 
 def hooks_of(bundle: Bundle, config: GenerationConfig, prompt: np.ndarray) -> Hooks | None:
-    """Returns the hooks of a request; None: it has none.
+    """Creates the hooks of a request; None if it needs none.
 
     Raises:
         GenerationError: a grammar cannot be compiled or used.
@@ -94,7 +94,7 @@ def prompt_ids(ids: Sequence[int] | np.ndarray, what: str = "the prompt") -> np.
     """Returns a prompt as int64 [S]; the library checks it against the bundle.
 
     Raises:
-        GenerationError: it is no flat list of whole numbers, or holds one of more than 64 bits.
+        GenerationError: it is not a flat list of whole numbers, or holds one of more than 64 bits.
     """
     prompt = token_ids(what, ids)
     if prompt.dtype.kind == "u" and len(prompt) and prompt.max() > MAX_INT64:
@@ -103,7 +103,7 @@ def prompt_ids(ids: Sequence[int] | np.ndarray, what: str = "the prompt") -> np.
 
 
 def is_list_of_prompts(ids: Any) -> bool:
-    """Whether `ids` is several prompts: a list whose entries are lists or arrays, or an array of two dimensions."""
+    """Whether `ids` is several prompts: a list with lists or arrays in it, or a 2-D array."""
     if isinstance(ids, np.ndarray):
         return ids.ndim == 2
     return isinstance(ids, list | tuple) and any(isinstance(entry, list | tuple | np.ndarray) for entry in ids)

@@ -1,9 +1,8 @@
-"""Decodes requests that join, leave and are cancelled between steps: one loop for lists of prompts and for services.
+"""Schedules requests that join, leave and are cancelled between steps, for lists and for servers.
 
-`Scheduler.submit` puts a request into a queue. Every step ends what was cancelled, lets waiting requests join as slots
-and K/V memory become free, and runs one token, or what lossless mode drafts, of each request that writes, and a part of
-the prompts of those that read. No thread is needed: whoever reads a handle does the steps. `start` gives them to a
-thread of the library.
+`Scheduler.submit` puts a request into a queue. Each step ends cancelled requests, admits waiting ones to free slots and
+K/V memory, and runs one token (in lossless mode the drafts) of each decoding request and a chunk of the prompts of the
+others. The steps run in the thread that reads a handle, or, after `start`, in a thread of the library.
 """
 
 import asyncio
@@ -22,6 +21,7 @@ import numpy as np
 
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import Bundle
+from tide_export.common.values import real_number, whole_number
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.handle import RequestHandle
@@ -30,29 +30,28 @@ from tide_export.runtime.native import OK, AuditState, Owned, SchedulerState, ca
 from tide_export.runtime.request import hooks_of, options_json, prompt_ids
 from tide_export.runtime.tokenizer import LateText, tokenizer_of
 from tide_export.runtime.watch import Watch
-from tide_export.values import real_number, whole_number
 
 PROMPT_TOKENS = 512
-MIN_PROMPT_TOKENS = 4  # with fewer a prompt of a bundle that propagates could not be divided
+MIN_PROMPT_TOKENS = 4  # with fewer, a prompt could not be split where K/V are propagated
 MINIMA = {"slots": 1, "prompt_tokens": MIN_PROMPT_TOKENS, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0}
-AUDIT_RATE = 0.01  # costs 2 % of the time at most (docs/measurements/audit.md)
-ALL_TOKENS = 2**63  # more than a request has
+AUDIT_RATE = 0.01  # costs 2 % of the time at most (docs/measurements/serving.md)
+ALL_TOKENS = 2**63  # a position beyond the last token of any request
 
 logger = logging.getLogger("tide_export.scheduling")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """What a scheduler holds at most.
+    """Limits the work and memory of a scheduler.
 
     Attributes:
-        slots: requests decoded at the same time; no more than `Engine.max_batch_size`.
-        prompt_tokens: tokens of prompts read in one step: how long those that write may wait for those that read.
-        waiting: requests in the queue beyond those for which a slot is free; None: any number.
+        slots: requests decoded at the same time, at most `Engine.max_batch_size`.
+        prompt_tokens: prompt tokens of one step; fewer make decoding requests wait less for prompts.
+        waiting: requests in the queue beyond those for which a slot is free; None: no limit.
         kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
-            any number.
-        prefix_cache_bytes: of K/V of prompts and answers, of which requests with a slot may use some, kept for
-            requests that begin with the same tokens; 0: none.
+            no limit.
+        prefix_cache_bytes: bytes of K/V of earlier prompts and answers kept for requests that begin with the same
+            tokens, those in use included; 0: none.
 
     Raises:
         GenerationError: one is not a whole number, or too small.
@@ -72,13 +71,13 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
-    """How a scheduler audits mode `exit`.
+    """Sets how a scheduler checks tokens of mode `exit` against full depth.
 
     Attributes:
-        rate: share of the tokens that are chosen.
+        rate: share of the tokens that are chosen for the check.
         epsilon: largest share of tokens that exits may change. When the lower bound is above it, the thresholds of
-            requests that get a slot from then on are raised, half of the way to 1 each time; after three times exits
-            are turned off. None: they stay.
+            requests that get a slot later are raised, halfway to 1 each time; after three times exits are turned off.
+            None: thresholds stay.
 
     Raises:
         GenerationError: one is not a number, or outside its range.
@@ -95,40 +94,40 @@ class AuditConfig:
 
 
 class Audit:
-    """The audit of a scheduler: what it found so far."""
+    """Reads the results of a scheduler's audit."""
 
     def __init__(self, scheduler: Owned) -> None:
-        """Reads that of a tide_scheduler, which has one."""
+        """Takes a tide_scheduler that has an audit."""
         self._scheduler = scheduler
 
     @property
     def audited(self) -> int:
-        """Tokens that were chosen, of all requests."""
+        """Tokens chosen so far, over all requests."""
         return self._state.audited
 
     @property
     def checked(self) -> int:
-        """Those of them that had exited, and were made again at full depth."""
+        """Chosen tokens that had exited and were computed again at full depth."""
         return self._state.checked
 
     @property
     def different(self) -> int:
-        """Those of them that full depth makes another token of."""
+        """Checked tokens for which full depth chooses another token."""
         return self._state.different
 
     @property
     def raises(self) -> int:
-        """How often thresholds were raised."""
+        """Number of times that thresholds were raised."""
         return self._state.raises
 
     @property
     def upper_bound(self) -> float:
-        """The share of tokens that exits change is no larger, since thresholds were raised last."""
+        """Upper bound of the share of tokens that exits change, since thresholds were last raised."""
         return self._state.upper_bound
 
     @property
     def lower_bound(self) -> float:
-        """And no smaller."""
+        """Lower bound of the same share."""
         return self._state.lower_bound
 
     @property
@@ -139,11 +138,13 @@ class Audit:
 
 
 class Scheduler:
-    """Decodes requests on one batch. Any thread may submit, cancel and read; one at a time does the steps.
+    """Decodes requests in one batch.
+
+    Any thread may submit, cancel and read; one at a time runs the steps.
 
     Attributes:
-        limits: what it holds at most.
-        audit: of mode `exit`; None: there is none.
+        limits: its limits.
+        audit: the audit of mode `exit`; None: there is none.
     """
 
     def __init__(
@@ -156,20 +157,19 @@ class Scheduler:
         by_default: str,
         drafting: Drafting | None,
     ) -> None:
-        """Creates the scheduler of a tide_engine; `Engine.scheduler` has the arguments and errors.
+        """Creates the scheduler of a tide_engine; `Engine.scheduler` lists the arguments and errors.
 
         Args:
-            by_default: says what mode `auto` is.
-            drafting: of lossless mode in place of the bundle's.
+            by_default: describes mode `auto`, for the log.
+            drafting: replaces the bundle's drafting in lossless mode.
         """
         self.limits = limits
         options: dict[str, Any] = asdict(limits) | {"compaction_threshold": compaction_threshold}
         if audit is not None:
             options |= {"audit_rate": audit.rate, "audit_epsilon": audit.epsilon}
         self._bundle, self._by_default, self._drafting = bundle, by_default, drafting
-        self._hooks = dict[Owned, Hooks]()  # of requests that may not have ended, whoever keeps their handles
-        given, needed = json.dumps(options).encode(), (engine, self._hooks)
-        self._handle = created("scheduler_create", engine, given, needed=needed)
+        self._hooks = dict[Owned, Hooks]()  # of requests that may still run, even if their handles are gone
+        self._handle = created("scheduler_create", engine, json.dumps(options).encode(), needed=(engine, self._hooks))
         self.audit = None if audit is None else Audit(self._handle)
         self._threaded = False
         self._watches = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watch]()
@@ -177,22 +177,22 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
+        """Number of requests without a slot."""
         return self._state.waiting
 
     @property
     def running(self) -> int:
-        """Requests with a slot."""
+        """Number of requests with a slot."""
         return self._state.running
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes of K/V in the prefix cache now."""
+        """Bytes of K/V in the prefix cache."""
         return self._state.prefix_cache_bytes
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more requests."""
+        """Whether the scheduler refuses new requests."""
         return bool(self._state.closed)
 
     @property
@@ -212,16 +212,17 @@ class Scheduler:
         Args:
             ids: the prompt, a flat list of token ids or an integer array [S].
             config, options: how to generate, as in `Engine.generate`.
-            timeout: seconds from now after which it is cancelled.
+            timeout: seconds from now after which it is cancelled; None: never.
 
         Raises:
             QueueFullError: the queue is full.
-            GenerationError: as `Engine.stream`; the request can never get its K/V memory; the scheduler is closed.
+            GenerationError: as `Engine.stream` raises it; the request needs more K/V memory than `kv_tokens`; or the
+                scheduler is closed.
         """
         return self.submit_ids(prompt_ids(ids), with_options(config, options), timeout)
 
     def submit_ids(self, prompt: np.ndarray, config: GenerationConfig, timeout: float | None = None) -> RequestHandle:
-        """Submits an int64 array [S]; see `submit`."""
+        """Submits a prompt that is an int64 array [S], as `submit` does."""
         bundle, seconds = self._bundle, None if timeout is None else c_double(real_number("timeout", timeout))
         options, hooks = options_json(bundle, config, self._drafting), hooks_of(bundle, config, prompt)
         handle = Owned("submit")
@@ -232,7 +233,7 @@ class Scheduler:
                 self._hooks[handle] = hooks
             call("submit", self._handle, prompt.ctypes.data, len(prompt), options, *pointers)
         except BaseException:
-            if handle:  # a signal's exception came after it
+            if handle:  # a signal handler raised after the request was queued
                 library().tide_request_cancel(handle)
             else:
                 self.forget(handle)
@@ -248,7 +249,7 @@ class Scheduler:
         self._hooks.pop(request, None)
 
     def _forget_ended(self) -> None:
-        """Drops the hooks of the requests that have ended and that nobody has read to the end."""
+        """Drops the hooks of requests that ended without being read to the end."""
         status = c_int()
         for request in list(self._hooks):
             if request:
@@ -257,10 +258,10 @@ class Scheduler:
                     self.forget(request)
 
     def step(self) -> bool:
-        """Does one step over all requests with a slot; False: there was nothing to do.
+        """Runs one step over all requests with a slot; False: there was nothing to do.
 
         Raises:
-            GenerationError: it is called in a step, by a hook of a request.
+            GenerationError: a hook of a request called it during a step.
         """
         self._check_caller()
         more = bool(library().tide_scheduler_step(self._handle))
@@ -268,7 +269,7 @@ class Scheduler:
         return more
 
     def drive(self) -> bool:
-        """Does a step for the reader of a handle; False: a thread does them. Raises as `step`."""
+        """Runs a step for the reader of a handle; False: the library's thread runs the steps."""
         if not self._threaded:
             self.step()
         else:
@@ -280,35 +281,38 @@ class Scheduler:
             raise GenerationError("a hook of a request cannot wait for the scheduler that calls it")
 
     def watch(self) -> Watch:
-        """Returns what wakes coroutines of the running event loop."""
+        """Returns the watch that wakes coroutines of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._watches:
             self._watches[loop] = Watch(self._handle)
         return self._watches[loop]
 
     def start(self) -> "Scheduler":
-        """Lets a thread do the steps until `close`; logs what mode `auto` is."""
+        """Starts a thread that runs the steps until `close`; logs what mode `auto` is."""
         logger.info("%d slots, mode %s", self.limits.slots, self._by_default)
         call("scheduler_start", self._handle)
         self._threaded = True
         return self
 
     def close(self, drain: bool = True) -> None:
-        """Takes no more requests, and returns when those submitted have ended; without `drain` these are cancelled, as
-        they are where a signal's exception, such as KeyboardInterrupt, ends the wait.
+        """Refuses new requests and waits until those submitted have ended.
+
+        Args:
+            drain: finish them; else they are cancelled, as they are if a signal handler's exception, such as
+                KeyboardInterrupt, ends the wait.
 
         Raises:
-            GenerationError: as `step`.
+            GenerationError: as `step` raises it.
         """
         self._check_caller()
         closing = threading.Thread(target=library().tide_scheduler_close, args=(self._handle, drain))
         try:
             closing.start()
-        except RuntimeError:  # the interpreter ends, and starts no threads any more
+        except RuntimeError:  # the interpreter is shutting down and starts no threads
             closing.run()
         try:
             if closing.is_alive():
-                closing.join()  # signal handlers run meanwhile, as they would not in a function of the library
+                closing.join()  # signal handlers run during a join, but not during a function of the library
         except BaseException:
             library().tide_scheduler_close(self._handle, False)
             raise

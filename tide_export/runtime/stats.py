@@ -1,16 +1,15 @@
-"""Statistics of a generation: exits, under TIDE's names, layers that were run, and seconds.
+"""Counts the exits of a generation (under TIDE's names), the layers that were run, and seconds.
 
-`--json` and `bench` use `as_dict`, people read `summary`. A token that exits early
-may leave pending work to a later token's step, so exits alone do not give the time: `layers_run` counts the layer
-passes of each step (a pass over one pending token or eight costs about the same in decoding), `layer_tokens_run` counts
-positions times layers that were ever computed.
+A token that exits may leave pending work to a later step, so exits alone do not give the time. `layers_run` counts the
+layer passes of each step: in decoding, a pass over one token or eight pending ones takes about the same time.
+`layer_tokens_run` counts positions times layers that were ever computed.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from tide_export.formatting import attributes
+from tide_export.common.formatting import attributes
 
 NO_LAYER = 0  # the exit layer of a draft by prompt lookup or a drafter
 RATES = ("exit_rate", "layers_run_per_token", "layers_skipped_per_token", "acceptance_rate", "tokens_per_second")
@@ -19,27 +18,30 @@ DERIVED = ("total_tokens", "remaining_tokens", "total_exited", *RATES)  # proper
 
 @dataclass
 class ExitStats:
-    """Exits, layers and seconds of one generation; "layers" of a token are those of the step that produced it."""
+    """Counts exits, layers and seconds of one generation.
 
-    checkpoints: tuple[int, ...]  # layers run at each
+    The layers of a token are those of the step that produced it.
+    """
+
+    checkpoints: tuple[int, ...]  # layers before each
     num_layers: int
     prompt_tokens: int = 0
     exit_layer: list[int] = field(default_factory=list)  # per token: layers its logits went through
     layers_run: list[int] = field(default_factory=list)  # per token: layer passes its step executed
     layer_tokens_run: int = 0  # positions x layers computed so far, the prompt's included
-    layer_tokens_total: int = 0  # what full depth would compute for the same positions
-    drafted: int = 0  # lossless mode: tokens drafted, by early exits and prompt lookup
-    accepted: int = 0  # those that the full model accepted
-    lookup_drafted: int = 0  # those of `drafted` by prompt lookup
-    lookup_accepted: int = 0  # and of `accepted`
-    learned_drafted: int = 0  # those of `drafted` by the bundle's drafter
-    learned_accepted: int = 0  # and of `accepted`
+    layer_tokens_total: int = 0  # positions x layers at full depth
+    drafted: int = 0  # lossless mode: tokens drafted, by any source
+    accepted: int = 0  # drafts that the full model accepted
+    lookup_drafted: int = 0  # tokens drafted by prompt lookup
+    lookup_accepted: int = 0  # drafts by prompt lookup that were accepted
+    learned_drafted: int = 0  # tokens drafted by the bundle's drafter
+    learned_accepted: int = 0  # drafts by the drafter that were accepted
     prefill_seconds: float = 0.0  # the step over the prompt, which gives the first token
-    decode_seconds: float = 0.0  # all steps after it
+    decode_seconds: float = 0.0  # all later steps
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ExitStats":
-        """Reads what `as_dict` gives."""
+        """Reads the statistics that `as_dict` returns."""
         names = [each.name for each in fields(cls) if each.name != "checkpoints"]
         checkpoints = tuple(map(int, values["exits_per_layer"]))
         return cls(checkpoints, **{name: values[name] for name in names})
@@ -51,7 +53,7 @@ class ExitStats:
 
     @property
     def exits_per_layer(self) -> dict[int, int]:
-        """Tokens that exited at each checkpoint; the last layer is no exit."""
+        """Tokens that exited at each checkpoint, by the layers before it; the last layer is no exit."""
         return {layers: self.exit_layer.count(layers) for layers in self.checkpoints}
 
     @property
@@ -61,7 +63,7 @@ class ExitStats:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens at full depth: neither an early exit nor a prompt-lookup draft."""
+        """Tokens at full depth: neither an early exit nor a draft without layers."""
         return self.total_tokens - self.total_exited - self.exit_layer.count(NO_LAYER)
 
     @property
@@ -86,21 +88,21 @@ class ExitStats:
 
     @property
     def layers_run_per_token(self) -> float:
-        """Mean layer passes per generated token, catching up for earlier tokens included."""
+        """Mean layer passes per generated token, those for pending tokens included."""
         return sum(self.layers_run) / self.total_tokens if self.total_tokens else 0.0
 
     @property
     def layers_skipped_per_token(self) -> float:
-        """Mean layer passes per generated token that full depth would have executed and this one did not."""
+        """Mean layer passes per generated token that were saved against full depth."""
         return self.num_layers - self.layers_run_per_token if self.total_tokens else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: tokens after the first, by the seconds they took; 0 when there was no second token."""
+        """Decoding speed: tokens after the first per second; 0 if there is only one."""
         return (self.total_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def summary(self) -> str:
-        """Some lines of text."""
+        """Returns the statistics as lines of text."""
         lines = [
             f"{self.total_tokens} tokens generated after a prompt of {self.prompt_tokens}",
             f"exit rate {self.exit_rate:.1%}: {self.total_exited} exited, {self.remaining_tokens} at full depth",
@@ -120,9 +122,9 @@ class ExitStats:
         if self.drafted:
             lines.append(f"drafts: {self.accepted} of {self.drafted} accepted ({self.acceptance_rate:.1%})")
             labels = {"exit": "early exits", "drafter": "by the drafter", "lookup": "by prompt lookup"}
-            made = {labels[source]: counts for source, counts in self.drafts.items() if counts[0]}
-            if list(made) != [labels["exit"]]:
-                lines[-1] += ": " + ", ".join(f"{good} of {all_} {name}" for name, (all_, good) in made.items())
+            counts = {labels[source]: drafts for source, drafts in self.drafts.items() if drafts[0]}
+            if list(counts) != [labels["exit"]]:
+                lines[-1] += ": " + ", ".join(f"{good} of {all_} {name}" for name, (all_, good) in counts.items())
         never = max(self.layer_tokens_total - self.layer_tokens_run, 0)
         lines.append(f"never computed: {never} of {self.layer_tokens_total} (positions x layers, prompt included)")
         speed = f"{self.tokens_per_second:.1f} tokens/s" if self.decode_seconds > 0 else "one step only"
@@ -130,7 +132,7 @@ class ExitStats:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON types (checkpoints become string keys)."""
+        """Returns all statistics as JSON types (checkpoints become string keys)."""
         values = asdict(self) | attributes(self, *DERIVED)
         del values["checkpoints"]
         return values | {"exits_per_layer": {str(layers): count for layers, count in self.exits_per_layer.items()}}

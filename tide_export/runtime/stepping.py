@@ -1,4 +1,4 @@
-"""Sequences and batches that are stepped by hand (`Engine.start`, `Engine.start_batch`)."""
+"""Steps sequences and batches by hand (`Engine.start`, `Engine.start_batch`)."""
 
 import ctypes
 import json
@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tide_export.common.values import whole_number
 from tide_export.runtime.native import Owned, SlotStep, Step, call, doubles, floats_at, library
 from tide_export.runtime.request import prompt_ids
-from tide_export.values import whole_number
 
 NO_LIMIT = 2**62  # more tokens than can ever be pending
 NO_SCORES = np.zeros(0, np.float32)
@@ -22,13 +22,13 @@ class StepResult(NamedTuple):
 
     logits: np.ndarray  # float32 [V]
     position_logits: np.ndarray  # float32 [m, V], of the last m positions; m = 1 unless the last segment ran
-    exit_layer: int  # layers the logits' hidden state went through; the model's depth without an exit
-    segments_run: int  # segments 0 .. this-1 ran over the sequence in this step
+    exit_layer: int  # layers before the logits; the model's depth without an exit
+    segments_run: int  # segments 0 .. segments_run-1 ran over the sequence in this step
     scores: np.ndarray = NO_SCORES  # float32 [K-1], NaN where the router was not reached or is off; empty in a batch
 
 
 class SequenceState:
-    """How far each segment has come in one sequence."""
+    """Counts the tokens that each segment has processed in one sequence."""
 
     def __init__(self, segments: int) -> None:
         self._lengths, self._computed = (c_int64 * segments)(), (c_int64 * segments)()
@@ -41,26 +41,26 @@ class SequenceState:
 
     @property
     def computed(self) -> list[int]:
-        """Tokens of the sequence that each segment has run over."""
+        """Tokens of the sequence that each segment has run over, shallowest first."""
         self._read()
         return list(self._computed)
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence so far."""
+        """Tokens of the sequence."""
         return self.lengths[0]
 
     @property
     def pending(self) -> list[int]:
-        """Tokens pending before segment 1, 2, ... K-1."""
+        """Tokens pending before each of the segments 1 to K-1."""
         lengths = self.lengths
         return [before - after for before, after in pairwise(lengths)]
 
     def rewind(self, length: int) -> None:
-        """Forgets all tokens but the first `length`, as if they had never been stepped.
+        """Removes all tokens but the first `length`, as if they had never been stepped.
 
         Raises:
-            GenerationError: `length` is negative or more than the sequence has, or its K/V are propagated.
+            GenerationError: `length` is negative or longer than the sequence, or its K/V are propagated.
         """
         raise NotImplementedError
 
@@ -69,31 +69,33 @@ class SequenceState:
 
 
 class SingleSequence(SequenceState):
-    """One sequence that is stepped alone. Serves one thread at a time; where a method raises, the sequence is as it was
-    before the call."""
+    """Steps one sequence alone.
+
+    Serves one thread at a time. A method that raises leaves the sequence unchanged.
+    """
 
     def __init__(self, handle: Owned, segments: int, checkpoints: int) -> None:
-        """Takes a tide_sequence."""
+        """Wraps a tide_sequence."""
         super().__init__(segments)
         self._handle, self._checkpoints = handle, checkpoints
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        """Uses other thresholds, one per checkpoint, from the next step on; pending tokens stay pending."""
+        """Sets other thresholds, one per checkpoint, from the next step on; pending tokens stay pending."""
         call("sequence_set_thresholds", self._handle, doubles(thresholds), len(thresholds))
 
     def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult:
-        """Runs S new tokens; the result is about the last of them.
+        """Runs S new tokens; the result is that of the last one.
 
         Args:
             ids: S >= 1 token ids, each in [0, vocab_size).
-            logits_to_keep: how many of the last positions get logits where the last segment runs, at least 1; no more
-                than the tokens it runs over come.
-            full: run every segment and let nothing exit, whatever the thresholds. Where K/V are propagated the first
-                step is full, and every step of several tokens.
+            logits_to_keep: number of last positions, 1 or more, that get logits if the last segment runs; at most the
+                tokens that it runs over.
+            full: run every segment and let no token exit, whatever the thresholds. Where K/V are propagated, the first
+                step and every step of several tokens are full.
 
         Raises:
-            GenerationError: no ids, more tokens than the model's context or the buffers hold, no memory, or the engine
-                failed.
+            GenerationError: there are no ids, or more tokens than the model's context or the buffers hold; memory ran
+                out; or the engine failed.
         """
         new, step = prompt_ids(ids, "a step"), Step()
         call("sequence_step", self._handle, new.ctypes.data, len(new), logits_to_keep, full, ctypes.byref(step))
@@ -106,12 +108,19 @@ class SingleSequence(SequenceState):
         library().tide_sequence_lengths(self._handle, self._lengths, self._computed)
 
 
+def encoded(name: str | None) -> bytes | None:
+    """Returns the name of an adapter as the library takes it."""
+    return None if name is None else name.encode()
+
+
 class Batch:
-    """Several sequences, each in a slot. Serves one thread at a time; where a method raises, the sequences are as they
-    were before the call."""
+    """Steps several sequences together, each in a slot.
+
+    Serves one thread at a time. A method that raises leaves the sequences unchanged.
+    """
 
     def __init__(self, handle: Owned, segments: int) -> None:
-        """Takes a tide_batch."""
+        """Wraps a tide_batch."""
         self._handle, self._segments = handle, segments
         self._sequences: dict[int, _Slot] = {}
 
@@ -124,10 +133,11 @@ class Batch:
     def free_slots(self) -> int:
         return library().tide_batch_free_slots(self._handle)
 
-    def join(self, thresholds: Sequence[float], max_pending: int) -> int:
+    def join(self, thresholds: Sequence[float], max_pending: int, adapter: str | None = None) -> int:
         """Adds an empty sequence and returns its slot; the arguments are those of `Engine.start`."""
         slot, limit = c_size_t(), whole_number("max_pending", max_pending, minimum=0)
-        call("batch_join", self._handle, doubles(thresholds), len(thresholds), limit, ctypes.byref(slot))
+        arguments = doubles(thresholds), len(thresholds), limit, encoded(adapter), ctypes.byref(slot)
+        call("batch_join", self._handle, *arguments)
         self._sequences[slot.value] = _Slot(self._handle, slot.value, self._segments)
         return slot.value
 
@@ -142,19 +152,18 @@ class Batch:
         logits_to_keep: Mapping[int, int] | None = None,
         full: Collection[int] = (),
     ) -> dict[int, StepResult]:
-        """Runs each sequence's S >= 1 new token ids; the results are about the last of them.
+        """Runs S >= 1 new tokens of each sequence given; each result is that of its last token.
 
         Args:
-            new: token ids by slot, not necessarily of all sequences.
-            logits_to_keep: by slot, how many of the last positions get logits where the last segment runs, at least 1;
-                no more than the tokens it runs over come. The result is then that of full depth, also where the token
-                could have exited and only caught up with others. A sequence without an entry has its own exit,
-                whatever runs.
-            full: slots of sequences that are run through every segment and of which nothing exits.
+            new: token ids by slot; sequences without an entry do not run.
+            logits_to_keep: number of last positions, by slot, that get logits if the last segment runs, as in
+                `SingleSequence.step`; the result is then that of full depth, even if the token could have exited. A
+                sequence without an entry gets the logits of its exit.
+            full: slots of sequences that run every segment and of which no token exits.
 
         Raises:
-            GenerationError: no ids, more tokens than the model's context or the buffers hold, no memory, or the engine
-                failed.
+            GenerationError: there are no ids, or more tokens than the model's context or the buffers hold; memory ran
+                out; or the engine failed.
         """
         slots = sorted(new)
         ids = [prompt_ids(new[slot], "a step") for slot in slots]
@@ -168,8 +177,6 @@ class Batch:
 
 
 class _Slot(SequenceState):
-    """One sequence of a batch."""
-
     def __init__(self, batch: Owned, slot: int, segments: int) -> None:
         super().__init__(segments)
         self._batch, self._slot = batch, slot
@@ -200,14 +207,14 @@ def sample(
     """Chooses a token from logits [V] as a generation with these options does.
 
     Args:
-        position: of the token in its sequence, the prompt's first being at 0.
-        temperature, top_k, top_p, min_p, seed: see `GenerationConfig`.
+        position: index of the token in its sequence; the prompt's first is 0.
+        temperature, top_k, top_p, min_p, seed: as in `GenerationConfig`.
 
     Raises:
-        GenerationError: an option is out of range, or the logits are not finite, so the model is broken.
+        GenerationError: an option is out of range, or the logits are not finite because the model is broken.
     """
     values, token = np.ascontiguousarray(logits, np.float32), c_int64()
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    given = json.dumps({name: value for name, value in options.items() if value is not None}).encode()
-    call("sample", given, position, values.ctypes.data, len(values), ctypes.byref(token))
+    encoded = json.dumps({name: value for name, value in options.items() if value is not None}).encode()
+    call("sample", encoded, position, values.ctypes.data, len(values), ctypes.byref(token))
     return token.value

@@ -1,4 +1,4 @@
-"""Reads the tokens of one generation as they are made."""
+"""Reads the tokens of one generation as they are generated."""
 
 import ctypes
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from tide_export.runtime.native import ENDED, Owned, created, error_of, library
 from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.tokenizer import LateText
 
-TOKENS_READ = 64  # in one call
+TOKENS_READ = 64  # at most, in one call
 
 
 class TokenStream(Iterator[int]):
-    """Yields the tokens of one generation as they are made.
+    """Yields the tokens of one generation as they are generated.
 
-    An exception that ends a read (KeyboardInterrupt, a time-out from a signal handler, GenerationError) changes
-    nothing: the next read makes the same token.
+    An exception that ends a read (KeyboardInterrupt, a time-out from a signal handler, GenerationError) loses no token:
+    the next read generates the same one.
 
     Attributes:
         tokens: the tokens returned so far.
@@ -33,41 +33,43 @@ class TokenStream(Iterator[int]):
     def __init__(
         self, handle: Owned, hooks: Hooks | None, late: LateText | None, logprobs: bool, prompt_logprobs: bool
     ) -> None:
-        """Takes a tide_token_stream.
+        """Wraps a tide_token_stream.
 
         Args:
-            late: makes the text, where the library does not.
-            logprobs, prompt_logprobs: whether they were asked for.
+            late: decodes the text if the library does not.
+            logprobs, prompt_logprobs: whether they were requested.
         """
         self.tokens: list[int] = []
         self._handle, self._hooks, self._late = handle, hooks, late
         self._with_logprobs, self._with_prompt_logprobs = logprobs, prompt_logprobs
-        self._made: list[int] = []  # and read, of which some are not returned yet
+        self._made: list[int] = []  # generated so far; `tokens` may lag
         self._ended = False
         self._step, self._ids, self._count = library().tide_token_stream_step, (c_int64 * TOKENS_READ)(), c_size_t()
         self._pointer = ctypes.byref(self._count)
 
     @property
     def stats(self) -> ExitStats:
-        """Of the tokens made so far, in lossless mode a few more than were returned."""
+        """Statistics of the tokens so far, in lossless mode a few more than were returned."""
         return self._snapshot().stats
 
     @property
     def text(self) -> str | None:
-        """Of the tokens made so far, without what may become a stop string; None: neither `stop` nor `detokenize` asks
-        for it."""
+        """Text of the tokens so far, without a possible start of a stop string.
+
+        None: neither `stop` nor `detokenize` was given.
+        """
         if self._late is not None:
             return self._late.of(self._made, self._ended)
         return self._snapshot().text
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of the tokens returned so far; None: they were not asked for."""
+        """Log-probabilities of the tokens returned so far; None: not requested."""
         return self._snapshot().logprobs[: len(self.tokens)] if self._with_logprobs else None
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None until the stream has ended."""
+        """Why the generation ended; None until then."""
         return self._snapshot().finish_reason if self._ended and len(self.tokens) == len(self._made) else None
 
     def __next__(self) -> int:
@@ -76,11 +78,11 @@ class TokenStream(Iterator[int]):
                 raise StopIteration
             self._make_tokens()
         token = self._made[len(self.tokens)]
-        self.tokens += (token,)  # no call, after which a signal's exception would lose the token
+        self.tokens += (token,)  # not append: a signal handler's exception after a call would lose the token
         return token
 
     def finish(self) -> Generation:
-        """Generates the remaining tokens; the whole generation."""
+        """Generates the remaining tokens and returns the whole generation."""
         while not self._ended:
             self._make_tokens()
         self.tokens += self._made[len(self.tokens) :]
@@ -88,7 +90,6 @@ class TokenStream(Iterator[int]):
         return finished(self._so_far(), "full", self.text, *wanted)
 
     def _make_tokens(self) -> None:
-        """Runs a step, which may give tokens."""
         status = self._step(self._handle, len(self._made), self._ids, TOKENS_READ, self._pointer)
         if status > ENDED:
             raise error_of(status) if self._hooks is None else self._hooks.error_of(status)

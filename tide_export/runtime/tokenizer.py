@@ -1,7 +1,7 @@
-"""Converts between text and token ids with a bundle's tokenizer.json, also while tokens still arrive.
+"""Converts between text and token ids with a bundle's tokenizer.json, also while tokens arrive.
 
-Used by the command line's `generate`, `bench` and `tune`; needs the small `tokenizers` package (part of the `cpu` and
-`gpu` extras), not transformers. The rest of the runtime works on token ids alone.
+Needs the small package `tokenizers` (in the extras `cpu` and `gpu`), not transformers. The rest of the runtime works on
+token ids alone.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,25 +9,25 @@ from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.opened import Bundle, BundleFile
 from tide_export.bundle.tokenizer_check import check_tokenizer, tokenizer_errors
+from tide_export.common.values import check_text
 from tide_export.errors import BundleError, GenerationError
-from tide_export.names import TOKENIZER_FILE
-from tide_export.values import check_text, parse_json
 
-MAX_BYTES = 1 << 27  # of tokenizer.json; those of large vocabularies have 35 MB
-_tokenizers = WeakKeyDictionary[BundleFile, "BundleTokenizer"]()  # of open bundles
-REPLACEMENT = "\ufffd"  # what tokenizers gives for bytes that are not (yet) a complete UTF-8 character
+MAX_BYTES = 1 << 27  # of tokenizer.json; large vocabularies take 35 MB
+_tokenizers = WeakKeyDictionary[BundleFile, "BundleTokenizer"]()  # by file of an open bundle
+REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) a complete UTF-8 character
 
 
 class BundleTokenizer:
-    """The tokenizer stored in a bundle."""
+    """Encodes and decodes text with the tokenizer stored in a bundle."""
 
     def __init__(self, bundle: Bundle | Path):
         """Reads the tokenizer.json of an opened bundle, or of a folder.
 
         Raises:
-            BundleError: there is none, it cannot be read, cannot encode every text or lets text grow without bound.
+            BundleError: it is missing or cannot be read, cannot encode every text, or lets text grow without bound.
         """
         from tokenizers import Tokenizer
 
@@ -45,16 +45,16 @@ class BundleTokenizer:
         content = file.read_bytes()
         with tokenizer_errors(f"'{path}' is not a usable tokenizer", BundleError):
             self._tokenizer = Tokenizer.from_buffer(content)
-            # A tokenizer file may hold settings of the training; no text is truncated or padded here.
+            # A tokenizer file may hold the truncation and padding of the training.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         check_tokenizer(self._tokenizer, f"tokenizer '{path}'", BundleError)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the model puts around a prompt.
+        """Returns the token ids of `text`, with the special tokens that the model puts around a prompt.
 
         Raises:
-            GenerationError: the text gives no token at all, or is not valid Unicode.
+            GenerationError: the text has no tokens, or is not valid Unicode.
         """
         ids = self._encode(text)
         if not ids:
@@ -62,32 +62,38 @@ class BundleTokenizer:
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text` without special tokens. Raises GenerationError: it is not valid Unicode."""
+        """Returns the token ids of `text` without special tokens.
+
+        Raises:
+            GenerationError: the text is not valid Unicode.
+        """
         return self._encode(text, add_special_tokens=False)
 
     def prefix(self) -> list[int]:
-        """The tokens that `encode` puts before every prompt (the BOS token, where the model has one)."""
+        """Returns the tokens that `encode` puts before every prompt (the BOS token, if the model has one)."""
         plain, complete = self.encode_plain("a"), self._encode("a")
         starts = (n for n in range(len(complete) - len(plain) + 1) if complete[n : n + len(plain)] == plain)
         return complete[: next(starts, 0)] if plain else []
 
     def decode(self, ids: Sequence[int], shown: Sequence[int] = ()) -> str:
-        """Text of token ids, without special tokens but those of `shown`."""
+        """Returns the text of token ids, without special tokens other than those in `shown`."""
         left = [token for token in ids if token in shown or token not in self._special] if shown else list(ids)
         with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
             return self._tokenizer.decode(left, skip_special_tokens=not shown)
 
     def added_token(self, text: str) -> int | None:
-        """The id of the token that stands for `text` whatever is around it, special or not; None: there is none."""
+        """Returns the id of the added token, special or not, whose text is `text`; None: there is none."""
         return self._added.get(text)
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json."""
+        """Returns the content of a tokenizer.json."""
         return self._tokenizer.to_str()
 
     def token_text(self, token: int) -> str:
-        """Text of one token in the middle of a text, also of a special one; bytes that are a part of a character come
-        out as U+FFFD."""
+        """Returns the text of one token, also of a special one, in the middle of a text.
+
+        Bytes of an incomplete character become U+FFFD.
+        """
         with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
             before, both = (
                 self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (self._letter, [*self._letter, token])
@@ -95,12 +101,11 @@ class BundleTokenizer:
         return both[len(before) :]
 
     def stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-        """Yields pieces of text as `tokens` arrive; joined, they are the text that follows the prompt's.
+        """Yields pieces of text as `tokens` arrive; joined, they are the text that follows the prompt.
 
         A token may end in the middle of a character, and a tokenizer may spell a token differently after another one
-        (leading spaces). So each piece is the difference between two decodings of a short window, and text that still
-        ends in an incomplete character waits for the next token. Bytes that are incomplete when the tokens end come out
-        as U+FFFD, as in a decoding of the whole.
+        (leading spaces). So each piece is the difference between two decodings of a short window, and text that ends in
+        an incomplete character waits for the next token. If the tokens end there, its bytes become U+FFFD.
         """
         text = TextStream(self, prompt)
         for token in tokens:
@@ -129,10 +134,10 @@ class BundleTokenizer:
 
 
 def tokenizer_of(bundle: Bundle) -> BundleTokenizer:
-    """The tokenizer of an opened bundle, which is read once.
+    """Returns the tokenizer of an opened bundle, which is read once.
 
     Raises:
-        BundleError: as `BundleTokenizer`.
+        BundleError: as `BundleTokenizer` raises it.
     """
     file = bundle.files.get(TOKENIZER_FILE)
     if file is None:
@@ -143,12 +148,12 @@ def tokenizer_of(bundle: Bundle) -> BundleTokenizer:
 
 
 class TextStream:
-    """Converts token ids to text as they arrive; see `BundleTokenizer.stream`."""
+    """Converts token ids to text as they arrive, as `BundleTokenizer.stream` does."""
 
     def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int], shown: Sequence[int] = ()) -> None:
-        """Nothing came after `prompt` yet; of special tokens those of `shown` are in the text."""
+        """Starts after `prompt`; the text contains the special tokens in `shown`."""
         self._tokenizer, self._ids, self._special = tokenizer, list(prompt), shown
-        # ids[start:shown] were returned; they give the context
+        # ids[start:shown] were returned; they are the context of the next token
         self._start, self._shown = _window_start(tokenizer, self._ids), len(self._ids)
 
     def push(self, token: int) -> str:
@@ -161,21 +166,24 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Returns what is left when the tokens end; bytes of an incomplete character come out as U+FFFD."""
+        """Returns the remaining text when the tokens end; bytes of an incomplete character become U+FFFD."""
         before = self._tokenizer.decode(self._ids[self._start : self._shown], self._special)
         after = self._tokenizer.decode(self._ids[self._start :], self._special)
         return after[len(before) :]
 
 
 class LateText:
-    """The text of a generation, made when somebody asks for it."""
+    """Decodes the text of a generation when it is read."""
 
     def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int], shown: Sequence[int] = ()) -> None:
-        """As of `TextStream`."""
         self._stream, self._count, self._text = TextStream(tokenizer, prompt, shown), 0, ""
 
     def of(self, tokens: Sequence[int], ended: bool) -> str:
-        """Returns the text of `tokens`, which begin with those of the last call; all of it, where they have `ended`."""
+        """Returns the text of `tokens`, which begin with those of the last call.
+
+        Args:
+            ended: no more tokens follow, so bytes of an incomplete character are included.
+        """
         for token in tokens[self._count :]:
             self._text += self._stream.push(token)
         self._count = len(tokens)
@@ -183,37 +191,11 @@ class LateText:
 
 
 def _window_start(tokenizer: BundleTokenizer, ids: Sequence[int]) -> int:
-    """The last few prompt tokens that decode to complete characters: enough context for the first new token."""
+    """Returns the start of the last few prompt tokens that decode to complete characters.
+
+    They are enough context for the first new token.
+    """
     for start in range(max(0, len(ids) - 6), -1, -1):
         if not tokenizer.decode(ids[start:]).startswith(REPLACEMENT):
             return start
     return 0
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file for `generate --prompts`: one a line; of a .jsonl file the field `prompt` of each line.
-
-    Raises:
-        GenerationError: the file cannot be read, holds no prompt, or a line of a .jsonl file has none.
-    """
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise GenerationError(f"cannot read prompts from {path}: {error}") from None
-    if not lines:
-        raise GenerationError(f"{path} holds no prompts")
-    if path.suffix != ".jsonl":
-        return lines
-    return [_prompt_of(path, number, line) for number, line in enumerate(lines, 1)]
-
-
-def _prompt_of(path: Path, number: int, line: str) -> str:
-    try:
-        entry = parse_json(line)
-    except ValueError:
-        entry = None
-    prompt = entry.get("prompt") if isinstance(entry, dict) else None
-    if not isinstance(prompt, str):
-        raise GenerationError(f"{path}: entry {number} is no JSON object with a string `prompt`")
-    check_text(f"{path}: the prompt of entry {number}", prompt)
-    return prompt

@@ -1,7 +1,7 @@
 """Wakes the coroutines of one event loop when requests of a scheduler get tokens or end.
 
-The library writes a byte to a pipe after such a step, which takes no lock of the interpreter: the thread that does the
-steps never waits for Python.
+The library writes a byte to a pipe after such a step. That takes no lock of the interpreter, so the thread that runs
+the steps never waits for Python.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ import weakref
 
 from tide_export.runtime.native import Owned, call, library
 
-READ_BYTES = 4096  # at a time; what is left wakes once more
+READ_BYTES = 4096  # at a time; further bytes wake once more
 
 
 class Watch:
-    """The news of one scheduler in one event loop, which must be the running one."""
+    """Waits for steps of one scheduler in the running event loop."""
 
     def __init__(self, scheduler: Owned) -> None:
-        """`scheduler`: a tide_scheduler."""
+        """Watches a tide_scheduler."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)

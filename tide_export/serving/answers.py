@@ -1,4 +1,4 @@
-"""Puts generated text into the JSON of OpenAI's API, whole or as server-sent events."""
+"""Writes generated text as the JSON of OpenAI's API, whole or as server-sent events."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Answer:
-    """The choices of one request, in the queue already."""
+    """Writes the answer to one request whose choices are in the queue."""
 
     service: Service
     request: GenerationRequest
@@ -34,7 +34,11 @@ class Answer:
         self._offsets = [0] * len(self.choices)  # characters of the tokens so far
 
     async def whole(self) -> dict[str, Any]:
-        """The answer once all choices have ended. Raises ApiError: one failed; the others are cancelled."""
+        """Returns the answer once all choices have ended.
+
+        Raises:
+            ApiError: a choice failed; the others are cancelled.
+        """
 
         async def read(number: int) -> list[tuple[Piece, list[Part]]]:
             return [piece async for piece in self._told(number)]
@@ -58,7 +62,7 @@ class Answer:
         return self._head("chat.completion" if self._chat else "text_completion") | {"choices": choices, "usage": spent}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, the choices interleaved as they come; an error is the last event."""
+        """Yields server-sent events, the choices interleaved; an error is the last event."""
         queue, spent = asyncio.Queue[tuple[int, tuple[Piece, list[Part]] | ApiError]](), 0
 
         async def read(number: int) -> None:
@@ -93,7 +97,7 @@ class Answer:
             if self.request.stream_options is not None and self.request.stream_options.include_usage:
                 yield _data(self._chunk() | {"choices": [], "usage": usage(self.choices, spent)})
             yield DONE
-        finally:  # also where the client has gone
+        finally:  # also when the client disconnects
             cancel([handle for _, handle in self.choices])
             for task in tasks:
                 task.cancel()
@@ -105,19 +109,19 @@ class Answer:
         return echoed(self.service, prompt, handle, told) if echoes else told
 
     def _logprobs(self, number: int, pieces: Sequence[Piece]) -> Any:
-        """Of the tokens of the next pieces of a choice; None: nobody asked for them."""
+        """Returns the log-probabilities of the next pieces of a choice; None: not requested."""
         tokens = [token for piece in pieces for token in piece.tokens]
-        found: list[Any] = [one for piece in pieces for one in piece.logprobs or ()]  # None: of an echo's first token
+        logprobs: list[Any] = [one for piece in pieces for one in piece.logprobs or ()]  # None: an echo's first token
         if self.request.logprobs_wanted is None or not tokens:
             return None
         if self._chat:
-            return of_conversation(self.service.tokenizer, tokens, found)
-        made = of_completion(self.service.tokenizer, tokens, found, self._offsets[number])
-        self._offsets[number] += sum(map(len, made["tokens"]))
-        return made
+            return of_conversation(self.service.tokenizer, tokens, logprobs)
+        entries = of_completion(self.service.tokenizer, tokens, logprobs, self._offsets[number])
+        self._offsets[number] += sum(map(len, entries["tokens"]))
+        return entries
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.service.model}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.request.model}
 
     def _chunk(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self._chat else "text_completion")
@@ -130,10 +134,10 @@ class Answer:
 async def told_by(
     service: Service, request: GenerationRequest, handle: RequestHandle
 ) -> AsyncGenerator[tuple[Piece, list[Part]]]:
-    """The pieces of one choice, and what each of them completes: text, tool calls.
+    """Yields the pieces of one choice, each with the parts (text, tool calls) that it completes.
 
     Raises:
-        ApiError: as `Service.pieces`.
+        ApiError: as `Service.pieces` raises it.
     """
     reader = service.reader(request)
     async with aclosing(service.pieces(handle)) as pieces:
@@ -150,7 +154,7 @@ async def told_by(
 
 
 def message_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """The assistant's message that has these parts."""
+    """Joins parts to the assistant's message."""
     text, calls = "".join(part.text for part in parts if part.number is None), list[dict[str, Any]]()
     for part in parts:
         if part.name:
@@ -161,7 +165,7 @@ def message_of(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _delta(part: Part) -> dict[str, Any]:
-    """A part as the `delta` of an event."""
+    """Returns a part as the `delta` of an event."""
     if part.number is None:
         return {"content": part.text}
     begun = {"id": part.id, "type": "function"} if part.name else {}

@@ -1,7 +1,6 @@
-"""The HTTP server: OpenAI's paths, health and metrics.
+"""Serves OpenAI's API, health and metrics over HTTP.
 
-`build_app` makes an ASGI application of a `Service`, for uvicorn and for anything else that runs one; `serve` is the
-command line's.
+`build_app` builds an ASGI application from a `Service`; `serve` runs it with uvicorn for the command line.
 """
 
 import asyncio
@@ -35,11 +34,11 @@ from tide_export.serving.tokenizing import DetokenizeRequest, TokenizeRequest, d
 
 R = TypeVar("R")
 GONE = "the client has gone"
-TELLING_SECONDS = 5  # for the last events to reach the clients
+TELLING_SECONDS = 5  # for the last events to reach the clients, after draining
 
 
 def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
-    """Serves a bundle until SIGTERM or SIGINT: then it takes no more requests, and ends when those it has have ended.
+    """Serves a bundle until SIGTERM or SIGINT, then finishes the open requests and returns.
 
     Args:
         loading: arguments of `load`.
@@ -59,20 +58,22 @@ def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
     )
     server = _Server(how, service)
     server.run()
-    if not server.started:  # uvicorn has logged why
+    if not server.started:  # uvicorn has logged the reason
         raise ConfigError(f"cannot listen on {config.host} port {config.port}")
 
 
 class _Server(uvicorn.Server):
-    """Ends with exit code 0 after a signal, and tells requests that take longer than `drain_seconds`; uvicorn's own
-    raises the signal again once everything has ended, and tears their connections."""
+    """Exits with code 0 after a signal, and answers requests that outlast `drain_seconds`.
+
+    uvicorn's server raises the signal again at the end, and drops the connections of such requests.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Cancels what has not ended after `drain_seconds`: each of these requests is told that the server stops."""
+        """Cancels requests that outlast `drain_seconds`; each is answered that the server is stopping."""
         loop, cancel_all = asyncio.get_running_loop(), partial(self._service.scheduler.close, drain=False)
         timer = loop.call_later(self._service.config.drain_seconds, loop.run_in_executor, None, cancel_all)
         await super().shutdown(sockets)
@@ -86,7 +87,7 @@ class _Server(uvicorn.Server):
 
 
 def build_app(service: Service) -> FastAPI:
-    """The application; its scheduler runs while the application does."""
+    """Builds the ASGI application; the scheduler runs while the application does."""
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -111,7 +112,7 @@ def build_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        failed = service.scheduler.closed  # by a step that failed; when the server stops nobody can ask any more
+        failed = service.scheduler.closed  # by a failed step; a stopping server answers no requests
         return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
     @app.get("/ready")
@@ -126,8 +127,9 @@ def build_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": service.model, "object": "model", "created": service.created, "owned_by": "tide_export"}
-        return {"object": "list", "data": [model]}
+        shared = {"object": "model", "created": service.created, "owned_by": "tide_export"}
+        adapters = [{"id": name, **shared, "parent": service.model} for name in service.engine.adapters]
+        return {"object": "list", "data": [{"id": service.model, **shared}, *adapters]}
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -168,12 +170,16 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def _read(request: Request, form: type[B], seconds: float) -> B:
-    """The request's body. Raises ApiError: it takes longer than `seconds`, or is no JSON, or not of this form."""
+    """Reads the request's body.
+
+    Raises:
+        ApiError: it took longer than `seconds`, is not JSON, or does not have this form.
+    """
     try:
         content = json.loads(await asyncio.wait_for(request.body(), seconds))
     except TimeoutError:
         raise ApiError(408, f"the request's body took longer than {seconds:g} s") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or a number of more than 4300 digits
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of more than 4300 digits
         raise ApiError(400, f"the body is no JSON: {error}") from None
     except ClientDisconnect:
         raise ApiError(499, GONE) from None
@@ -189,7 +195,7 @@ async def _answer(
     request: CompletionRequest | ChatRequest,
     make: Callable[[Choices], Answer | ResponsesAnswer] | None = None,
 ) -> Response:
-    """Generates, and answers in the form that `make` gives it; without it that of completions."""
+    """Generates the choices of a request, and answers in the form of `make`, by default an `Answer`."""
     prompts = await asyncio.to_thread(service.prompts, request)
     choices: list[tuple[Prompt, RequestHandle]] = []
     try:
@@ -198,14 +204,14 @@ async def _answer(
     except ApiError:
         cancel([handle for _, handle in choices])
         raise
-    made = Answer(service, request, choices) if make is None else make(choices)
+    reply = Answer(service, request, choices) if make is None else make(choices)
     if request.stream:
-        return StreamingResponse(made.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    return JSONResponse(await _unless_gone(http, made.whole()))
+        return StreamingResponse(reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return JSONResponse(await _unless_gone(http, reply.whole()))
 
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, R]) -> R:
-    """The result of `work`, which is cancelled when the client leaves."""
+    """Returns the result of `work`, or cancels it when the client disconnects."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(http))
     try:

@@ -1,4 +1,4 @@
-"""Separates tool calls from the rest of a model's text while it comes."""
+"""Separates tool calls from the rest of a model's text as it arrives."""
 
 import json
 import re
@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
+from tide_export.common.values import parse_json
 from tide_export.serving.tool_forms import ToolForm
-from tide_export.values import parse_json
 
 KEYS = ("arguments", "parameters")
 NAMED = re.compile(
@@ -17,7 +17,10 @@ NAMED = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of what a model said: text; or, with a number, of that call: its id and name, or then arguments."""
+    """A piece of a model's answer: text, or, with a number, a piece of that call.
+
+    The first piece of a call has id and name, later ones have arguments as `text`.
+    """
 
     text: str
     number: int | None = None
@@ -26,20 +29,20 @@ class Part:
 
 
 class CallReader:
-    """Reads one text.
+    """Reads one answer.
 
-    What does not become a call of a known tool is text, as it was written; but not the white space around calls.
+    Anything but a call of a known tool is returned as text, unchanged; white space around calls is dropped.
 
     Attributes:
-        calls: that have begun.
-        done: no more calls are wanted, and the one that was has ended.
+        calls: number of calls that have begun.
+        done: only one call is wanted, and it has ended.
     """
 
     def __init__(self, form: ToolForm, names: Collection[str], several: bool) -> None:
-        """Nothing came yet.
+        """Starts before the first piece.
 
         Args:
-            names: of the tools.
+            names: the names of the tools.
             several: whether more than one call is wanted.
         """
         self.calls, self.done = 0, False
@@ -49,12 +52,12 @@ class CallReader:
         self._reading = self._read()
 
     def push(self, text: str, ended: bool = False) -> list[Part]:
-        """Returns what a piece of text completes; with `ended` all that is left."""
+        """Returns the parts that a piece of text completes; all of the rest if the text has `ended`."""
         self._left, self._ended, self._parts = self._left + text, ended, []
         next(self._reading, None)
         return self._parts
 
-    # What reads is a generator: it yields where it needs more text, and goes on with more or at the end.
+    # Reading is a generator that yields when it needs more text, and is resumed with more or at the end.
 
     def _read(self) -> Generator[None]:
         mark = self._form.mark
@@ -73,7 +76,7 @@ class CallReader:
             if not called:
                 self._left = space + self._left
                 self._say(len(space + mark))
-            if not mark and not self.done:  # calls begin with the text or not at all
+            if not mark and not self.done:  # without a mark, calls can only begin the text
                 while not self._ended:
                     self._say(len(self._left))
                     yield
@@ -81,7 +84,7 @@ class CallReader:
                 return
 
     def _marked(self) -> Generator[None, None, bool]:
-        """Reads the calls at a mark; False: there is none, and nothing was read."""
+        """Reads the calls at a mark; False: there are none, and nothing was read."""
         form = self._form
         while (head := form.head.match(self._left)) and head.end() == len(self._left):
             if self._ended:
@@ -103,15 +106,15 @@ class CallReader:
         """Reads the JSON object of a call; False: there is none, and nothing was read.
 
         Args:
-            start: where it begins.
-            name: of the function, where the object holds its arguments alone.
+            start: position of the object.
+            name: name of the function, if the object holds only its arguments.
         """
         if not self._left.startswith("{", start):
             return False
         whole, at, wrapped = _Object(), start, name is None
         while name is None:
-            if found := NAMED.match(self._left, start):
-                name, start = found["name"], found.end()
+            if match := NAMED.match(self._left, start):
+                name, start = match["name"], match.end()
             elif (end := whole.end(self._left, at)) is not None:
                 return self._complete(start, end)
             elif self._ended:
@@ -129,7 +132,7 @@ class CallReader:
         return True
 
     def _until_end(self, value: "_Object", number: int | None) -> Generator[None]:
-        """Reads up to the end of an object, which are the arguments of call `number`, or nothing that counts."""
+        """Reads to the end of an object: the arguments of call `number`, or dropped if that is None."""
         while True:
             end = value.end(self._left, 0)
             piece, self._left = self._left[:end], "" if end is None else self._left[end:]
@@ -143,7 +146,7 @@ class CallReader:
             yield
 
     def _complete(self, start: int, end: int) -> bool:
-        """Takes an object that has ended, and whose arguments could not be given as they came."""
+        """Reads a complete object whose arguments could not be returned as they arrived."""
         try:
             value = parse_json(self._left[start:end])
         except ValueError:
@@ -157,13 +160,13 @@ class CallReader:
         return True
 
     def _begin(self, name: str) -> int:
-        # Templates of Mistral take ids of nine letters and digits alone.
+        # Mistral's templates take only ids of nine letters and digits.
         self._parts.append(Part("", self.calls, uuid.uuid4().hex[:9], name))
         self.calls += 1
         return self.calls - 1
 
     def _follows(self, text: str) -> Generator[None, None, bool]:
-        """Takes a text that comes next, after white space; False: another comes, and nothing was read."""
+        """Reads `text` after white space; False: another text follows, and nothing was read."""
         while not (left := self._left.lstrip()).startswith(text):
             if self._ended or not text.startswith(left):
                 return False
@@ -172,7 +175,7 @@ class CallReader:
         return True
 
     def _say_certain(self) -> None:
-        """Gives the text that cannot belong to a mark, nor be white space before one; at the end all."""
+        """Returns the text that cannot belong to a mark or to white space before one; at the end, all."""
         mark, text = self._form.mark, self._left
         if self._ended:
             self._say(len(text))
@@ -187,13 +190,13 @@ class CallReader:
 
 
 class _Object:
-    """Finds the end of a JSON object that comes piece by piece."""
+    """Finds the end of a JSON object that arrives piece by piece."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth, self._quoted, self._escaped = depth, False, False
 
     def end(self, text: str, start: int) -> int | None:
-        """The end in a text that is new from `start` on; None: it has not come."""
+        """Returns the object's end in a text that is new from `start` on; None: not reached."""
         for at in range(start, len(text)):
             one = text[at]
             if self._escaped:

@@ -1,11 +1,11 @@
-"""The messages and tools of a conversation, as OpenAI's API writes them and as chat templates take them."""
+"""Converts messages and tools from OpenAI's form to that of chat templates."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tide_export.values import parse_json
+from tide_export.common.values import parse_json
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -28,16 +28,14 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call in an assistant's message."""
-
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it: with the arguments' values."""
-        called = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
-        return {"id": self.id, "type": "function", "function": called}
+        """Returns the call in the form of chat templates, with the arguments as an object."""
+        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(BaseModel):
@@ -72,7 +70,7 @@ class Message(BaseModel):
 
 
 class Function(BaseModel):
-    """What a tool does; `strict`: its calls must follow `parameters`, a JSON schema."""
+    """A function; if `strict`, its calls must follow `parameters`, a JSON schema."""
 
     name: Name
     description: str | None = None
@@ -85,9 +83,9 @@ class Tool(BaseModel):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        shown = self.function.model_dump(include={"name", "description"}, exclude_none=True)
-        return {"type": "function", "function": shown | {"parameters": self.function.parameters or NO_ARGUMENTS}}
+        """Returns the tool in the form of chat templates."""
+        function = self.function.model_dump(include={"name", "description"}, exclude_none=True)
+        return {"type": "function", "function": function | {"parameters": self.function.parameters or NO_ARGUMENTS}}
 
 
 class NamedFunction(BaseModel):
@@ -100,7 +98,7 @@ class NamedTool(BaseModel):
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. Raises ValueError: they are no JSON object."""
+    """Returns the arguments of a call; ValueError if they are not a JSON object."""
     try:
         value = parse_json(text or "{}")
     except ValueError:
@@ -111,7 +109,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def check_results(messages: Sequence[Message]) -> None:
-    """Raises ValueError: a message of the role tool answers no call before it."""
+    """Checks that messages of the role tool answer calls before them; raises ValueError."""
     called = set[str]()
     for number, message in enumerate(messages):
         called |= {call.id for call in message.tool_calls or ()}
@@ -120,7 +118,7 @@ def check_results(messages: Sequence[Message]) -> None:
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As chat templates take them; a tool's result has the name of the tool."""
+    """Returns messages in the form of chat templates; a tool's result has the name of the tool."""
     names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
     plain = list[dict[str, Any]]()
     for message in messages:

@@ -1,4 +1,4 @@
-"""`echo` of /v1/completions: the prompt before what follows it."""
+"""Puts the prompt before the answer, for `echo` of /v1/completions."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,8 +11,10 @@ Told = AsyncGenerator[tuple[Piece, list[Part]]]
 
 
 async def echoed(service: Service, prompt: Prompt, handle: RequestHandle, answer: Told) -> Told:
-    """Gives the prompt, with its log-probabilities where the request has them, and then the answer; of that nothing but
-    its end where `prompt.max_tokens` is 0. Raises ApiError: as `answer`."""
+    """Yields the prompt, with log-probabilities if the request has them, and then the answer.
+
+    If `prompt.max_tokens` is 0, only the end of the answer follows. Raises what `answer` raises.
+    """
     begun = False
     async with aclosing(answer) as told:
         async for piece, parts in told:

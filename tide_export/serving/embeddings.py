@@ -1,4 +1,4 @@
-"""/v1/embeddings: vectors of texts."""
+"""Answers POST /v1/embeddings."""
 
 import asyncio
 import base64
@@ -29,15 +29,15 @@ class EmbeddingRequest(BaseModel):
 
 
 async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
-    """Answers a request; of a long list as many texts wait or run at a time as the server has slots.
+    """Answers a request; at most as many texts are queued at a time as the server has slots.
 
     Raises:
-        ApiError: another model, an option or a text that is refused, the queue is full, or a text failed.
+        ApiError: the request names another model, an option or a text is refused, the queue is full, or a text failed.
     """
     service.check_model(request.model)
     fields = request.model_dump(include={"pooling", "layer", "dimensions", "normalize"})
     try:
-        how = EmbeddingConfig(**fields)
+        how = EmbeddingConfig(**fields, adapter=service.adapter_of(request.model))
         options = how.options(service.engine.manifest)
         texts = await asyncio.to_thread(service.encoded, listed(request.input))
     except GenerationError as error:
@@ -60,7 +60,7 @@ async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
         for number, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": count, "total_tokens": count}
-    return {"object": "list", "data": data, "model": service.model, "usage": usage}
+    return {"object": "list", "data": data, "model": request.model, "usage": usage}
 
 
 async def _vector(service: Service, how: EmbeddingConfig, handle: RequestHandle) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""What a request must pass before it is read: its size, its API key, its client's rate; and what is counted of it."""
+"""Checks size, API key and rate of requests before they are read, and logs and counts them."""
 
 import hmac
 import logging
@@ -20,23 +20,23 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 GUARDED = ("/v1/", "/tokenize", "/detokenize")  # /tokenizer_info too
-MAX_CLIENTS = 10_000  # whose rate is remembered
+MAX_CLIENTS = 10_000  # whose rates are remembered
 
 
 class Guard:
-    """ASGI middleware around the whole server."""
+    """Wraps the whole server as ASGI middleware."""
 
     def __init__(self, app: App, config: ServerConfig, metrics: Metrics) -> None:
         self._app, self._config, self._metrics = app, config, metrics
-        self._allowance = dict[str, tuple[float, float]]()  # of each client: requests left, at that time
+        self._allowance = dict[str, tuple[float, float]]()  # by client: requests left, and when
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request that does not pass, and hands on the others."""
+        """Answers refused requests, and passes the others on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
-        asked = quote(scope["path"])  # in the log one line, whatever the client sent
+        asked = quote(scope["path"])  # one line in the log, whatever the client sent
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -53,7 +53,7 @@ class Guard:
         except ApiError as error:
             await answer(error)(scope, receive, counted)
         except Exception:
-            if status:  # what it answers has begun: the connection ends
+            if status:  # the answer has begun, so only the connection can end
                 raise
             logger.exception("%s %s failed", scope["method"], asked)
             await answer(ApiError(500, "the server failed: its log says how", "server_error"))(scope, receive, counted)
@@ -67,22 +67,22 @@ class Guard:
 
     def _check_key(self, headers: dict[str, str]) -> None:
         key = self._config.api_key
-        given = headers.get("authorization", "")
-        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        authorization = headers.get("authorization", "")
+        if key is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
             raise ApiError(401, "give the server's API key: Authorization: Bearer KEY", "authentication_error")
 
     def _check_rate(self, headers: dict[str, str], scope: Scope) -> None:
-        """Takes one from the client's allowance, which grows to `requests_per_minute` at most."""
+        """Takes one request from the client's allowance, which refills up to `requests_per_minute`."""
         limit = self._config.requests_per_minute
         if limit is None:
             return
-        key = headers["authorization"] if self._config.api_key is not None else None  # else anyone may send any
+        key = headers["authorization"] if self._config.api_key is not None else None  # else clients could send any
         client = key or (scope.get("client") or ("",))[0]
         now = time.monotonic()
         left, at = self._allowance.pop(client, (float(limit), now))
         left = min(limit, left + (now - at) * limit / 60)
         allowed = left >= 1
-        self._allowance[client] = (left - allowed, now)  # the clients in the order of their last requests
+        self._allowance[client] = (left - allowed, now)  # clients are in the order of their last requests
         if len(self._allowance) > MAX_CLIENTS:
             del self._allowance[next(iter(self._allowance))]
         if not allowed:
@@ -91,7 +91,7 @@ class Guard:
             )
 
     def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
-        """`receive`, which refuses a body of more than `body_bytes`."""
+        """Wraps `receive` to refuse a body of more than `body_bytes`."""
         limit, seen = self._config.body_bytes, 0
         if headers.get("content-length", "0").isdecimal() and int(headers.get("content-length", "0")) > limit:
             raise ApiError(413, f"the request has more than {limit} bytes")
@@ -108,8 +108,8 @@ class Guard:
 
 
 def answer(error: ApiError) -> JSONResponse:
-    """The HTTP response of an error."""
+    """Returns the HTTP response of an error."""
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     if error.status == 408:
-        headers["Connection"] = "close"  # whatever comes of the body
+        headers["Connection"] = "close"  # the rest of the body may still arrive
     return JSONResponse(error.body(), error.status, headers)

@@ -1,4 +1,4 @@
-"""Puts log-probabilities into the JSON of OpenAI's API, in its two forms."""
+"""Writes log-probabilities in the two JSON forms of OpenAI's API."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from tide_export.runtime.tokenizer import BundleTokenizer
 
 
 def of_conversation(tokenizer: BundleTokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
-    """`logprobs` of /v1/chat/completions."""
+    """Returns `logprobs` of /v1/chat/completions."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.token_text(token)
@@ -24,7 +24,10 @@ def of_conversation(tokenizer: BundleTokenizer, tokens: Sequence[int], logprobs:
 def of_completion(
     tokenizer: BundleTokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> Any:
-    """`logprobs` of /v1/completions, of a text that begins at `offset`. None: of a prompt's first token."""
+    """Returns `logprobs` of /v1/completions for a text that begins at `offset`.
+
+    A prompt's first token has None.
+    """
     texts, offsets = [tokenizer.token_text(token) for token in tokens], list[int]()
     for text in texts:
         offsets.append(offset)

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' form."""
+"""Counts requests, tokens, exits and drafts of the server, in Prometheus' format."""
 
 from collections import Counter as Counts
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Metrics:
-    """Counters and histograms of one server; each has a registry of its own."""
+    """Holds the counters and histograms of one server, in a registry of their own."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._registry = CollectorRegistry()
@@ -42,7 +42,7 @@ class Metrics:
             self._registry.register(AuditCollector(scheduler))
 
     def ended(self, reason: str, handle: RequestHandle) -> None:
-        """Counts a generation that has ended."""
+        """Counts a generation that ended."""
         stats = handle.stats
         self._ended.labels(handle.mode, reason).inc()
         self.read(handle)
@@ -58,19 +58,19 @@ class Metrics:
             self._per_token.observe(stats.decode_seconds / (stats.total_tokens - 1))
 
     def read(self, handle: RequestHandle) -> None:
-        """Counts the prompt of one."""
+        """Counts the prompt of a generation."""
         cached = handle.cached_tokens
         self._prompt.inc(handle.stats.prompt_tokens)
         self._cached.inc(cached)
         self._hits.inc(cached > 0)
 
     def render(self) -> bytes:
-        """The text of /metrics."""
+        """Returns the text of /metrics."""
         return generate_latest(self._registry)
 
 
 class AuditCollector(Collector):
-    """Reads the counts and bounds of an audit."""
+    """Collects the counts and bounds of an audit."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -78,12 +78,12 @@ class AuditCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         audit = self._scheduler.audit
         assert audit is not None
-        yield CounterMetricFamily("tide_audit_tokens", "Tokens of mode exit that were chosen.", value=audit.audited)
-        checked = "Those that had exited, and were made again at full depth."
+        yield CounterMetricFamily("tide_audit_tokens", "Tokens of mode exit chosen for the audit.", value=audit.audited)
+        checked = "Chosen tokens that had exited and were computed again at full depth."
         yield CounterMetricFamily("tide_audit_checked", checked, value=audit.checked)
-        different = "Those that full depth makes another token of."
+        different = "Checked tokens for which full depth chooses another token."
         yield CounterMetricFamily("tide_audit_different", different, value=audit.different)
-        raises = "How often thresholds were raised."
+        raises = "Number of times that thresholds were raised."
         yield CounterMetricFamily("tide_audit_raises", raises, value=audit.raises)
         for side, bound in (("upper", audit.upper_bound), ("lower", audit.lower_bound)):
             about = f"Share of mode exit's tokens that exits change: {side} bound, since thresholds were raised last."

@@ -1,7 +1,7 @@
-"""The requests of OpenAI's API as far as the server takes them, and its errors.
+"""Defines the requests of OpenAI's API that the server takes, and its errors.
 
-A field that the server does not know is ignored, as OpenAI's own clients send more from release to release. One that it
-knows and cannot do is refused, unless it has the value that changes nothing.
+Unknown fields are ignored, because OpenAI's clients send new ones with each release. Fields that the server knows but
+does not support are refused, unless their value changes nothing.
 """
 
 import json
@@ -33,7 +33,7 @@ Prompts = str | list[int] | list[str] | list[list[int]]
 
 
 def listed(prompts: Prompts) -> list[str | list[int]]:
-    """One or several, as text or token ids, as a list."""
+    """Returns one or several prompts, as text or token ids, as a list."""
     if isinstance(prompts, str):
         return [prompts]
     several = [prompt for prompt in prompts if not isinstance(prompt, int)]
@@ -46,7 +46,7 @@ class StreamOptions(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    """The schema of a `response_format`; its name and whether it is strict change nothing here."""
+    """The schema of a `response_format`; its name and `strict` have no effect."""
 
     value: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
 
@@ -57,7 +57,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """What the text must be, by vLLM's names."""
+    """Constraints of the text, under vLLM's names."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,7 +68,7 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
 
     def options(self) -> dict[str, Any]:
-        """As options of `GenerationConfig`, which lets at most one of them be given."""
+        """Returns the constraints as options of `GenerationConfig`, which allows at most one of them."""
         schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
         choices = None if self.choice is None else "start: " + " | ".join(map(json.dumps, self.choice))
         if self.grammar is not None and choices is not None:
@@ -77,7 +77,7 @@ class StructuredOutputs(BaseModel):
 
 
 class GenerationRequest(BaseModel, ABC):
-    """What both kinds of requests have in common."""
+    """Fields that completions and conversations have in common."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -118,31 +118,31 @@ class GenerationRequest(BaseModel, ABC):
     @property
     @abstractmethod
     def logprobs_wanted(self) -> int | None:
-        """Of how many of the most likely tokens; None: no log-probabilities."""
+        """The number of most likely tokens to return; None: no log-probabilities."""
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model is shown."""
+        """The tools that are described to the model."""
         return []
 
     @property
     def prompt_logprobs_wanted(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """The number of most likely tokens for each of the prompt's tokens; None: no log-probabilities."""
         return None
 
     def _structured(self) -> StructuredOutputs:
-        """What the text must be, however it was asked for."""
-        asked = self.structured_outputs or StructuredOutputs(
+        """Returns the constraints of the text, from whichever field sets them."""
+        outputs = self.structured_outputs or StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return asked
-        schema = wanted.json_schema.value if wanted.json_schema is not None else ANY_OBJECT
-        return asked.model_copy(update={"json_": schema if wanted.type == "json_schema" else ANY_OBJECT})
+        form = self.response_format
+        if form is None or form.type == "text":
+            return outputs
+        schema = form.json_schema.value if form.json_schema is not None else ANY_OBJECT
+        return outputs.model_copy(update={"json_": schema if form.type == "json_schema" else ANY_OBJECT})
 
     def config(self, max_tokens: int, choice: int, eos_token_ids: Sequence[int]) -> GenerationConfig:
-        """How to generate choice number `choice`. Raises GenerationError."""
+        """Returns the options of choice number `choice`; GenerationError if one is refused."""
         greedy = self.temperature == 0
         return GenerationConfig(
             max_new_tokens=max_tokens,
@@ -162,7 +162,7 @@ class GenerationRequest(BaseModel, ABC):
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or (),
             detokenize=True,
             **self._structured().options(),
-            json_whitespace=self.json_whitespace and not self.offered,  # calls of tools have a grammar of their own
+            json_whitespace=self.json_whitespace and not self.offered,  # tool calls have their own grammar
             seed=None if self.seed is None else self.seed + choice,
         )
 
@@ -191,7 +191,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, as text or token ids."""
+        """The prompts, as text or token ids."""
         return listed(self.prompt)
 
 
@@ -231,7 +231,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def callable(self) -> list[Function]:
-        """The functions that it may call."""
+        """The functions that the model may call."""
         functions = [tool.function for tool in self.offered]
         if isinstance(self.tool_choice, NamedTool):
             return [one for one in functions if one.name == self.tool_choice.function.name]
@@ -239,12 +239,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def must_call(self) -> bool:
-        """Whether it must call one of them."""
+        """Whether the model must call a function."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def several(self) -> bool:
-        """Whether it may call more than one at once."""
+        """Whether the model may call several functions at once."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -253,7 +253,7 @@ class ChatRequest(GenerationRequest):
 
 
 class ApiError(Exception):
-    """An answer with an error of OpenAI's form."""
+    """Answers a request with an error in OpenAI's form."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", retry_after: int | None = None):
         super().__init__(message)
@@ -264,8 +264,8 @@ class ApiError(Exception):
 
 
 def refusal(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request, as one sentence."""
+    """Returns the first error of a request as one sentence."""
     first = error.errors()[0]
-    place = ".".join(map(str, first["loc"]))
-    said = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{place}: {said}" if place else said)
+    field = ".".join(map(str, first["loc"]))
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{field}: {message}" if field else message)

@@ -1,4 +1,4 @@
-"""Makes a Ray Serve application of a bundle: the HTTP server of `tide-export serve`, one engine a replica.
+"""Builds a Ray Serve application of a bundle: the HTTP server, with one engine per replica.
 
 serve run tide_export.serving.ray:application bundle=out/demo slots=8 max_replicas=4
 """
@@ -14,31 +14,31 @@ from tide_export.serving.config import ServerConfig
 from tide_export.serving.protocol import refusal
 
 NAME = "tide"
-CONTROL_REQUESTS = 4  # /health, /ready and /metrics, while a replica has all the requests that it takes
+CONTROL_REQUESTS = 4  # for /health, /ready and /metrics while the queue is full
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:
-    """Makes an application; `serve run` gives it the arguments of its command line.
+    """Builds an application from the arguments of `serve run`.
 
-    A replica is sent as many requests as it has slots and places in its queue. Ray Serve starts and ends replicas so
-    that each has as many as it has slots, on average.
+    A replica receives at most as many requests as its slots and its queue hold. Ray Serve starts and ends replicas so
+    that each has as many requests as slots, on average.
 
     Args:
         arguments: `bundle`, a folder that all machines have at this path; `min_replicas` (1), `max_replicas` (1);
-            `num_cpus` of a replica (1); `provider`, `threads` (`num_cpus`) and `plugins`, as of `load`; fields of
+            `num_cpus` of a replica (1); `provider`, `threads` (`num_cpus`) and `plugins`, as in `load`; fields of
             `ServerConfig`.
 
     Raises:
         ConfigError: an argument is missing, unknown or out of range.
     """
-    given = dict(arguments)
+    options = dict(arguments)
     try:
-        bundle = str(given.pop("bundle"))
-        cpus = float(given.pop("num_cpus", 1))
-        threads = int(given.pop("threads", max(cpus, 1)))
-        replicas = {name: int(given.pop(name, 1)) for name in ("min_replicas", "max_replicas")}
-        loading: dict[str, Any] = {name: given.pop(name) for name in ("provider", "plugins") if name in given}
-        config = ServerConfig(**given)
+        bundle = str(options.pop("bundle"))
+        cpus = float(options.pop("num_cpus", 1))
+        threads = int(options.pop("threads", max(cpus, 1)))
+        replicas = {name: int(options.pop(name, 1)) for name in ("min_replicas", "max_replicas")}
+        loading: dict[str, Any] = {name: options.pop(name) for name in ("provider", "plugins") if name in options}
+        config = ServerConfig(**options)
     except KeyError:
         raise ConfigError("bundle=FOLDER is missing") from None
     except ValidationError as error:
@@ -56,10 +56,10 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 class Replica:
-    """One engine with its scheduler and the application around them."""
+    """Runs one engine with its scheduler and application."""
 
     def __init__(self, bundle: str, config: ServerConfig, loading: Mapping[str, Any]) -> None:
-        """Loads the bundle, on the machine of the replica. Raises TideError."""
+        """Loads the bundle on the replica's machine; raises TideError if that fails."""
         from tide_export.runtime.engine import load
         from tide_export.serving.service import Service
 
@@ -67,12 +67,12 @@ class Replica:
         self._service = Service(load(bundle, **loading), config.model_copy(update={"model_name": name}))
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The application, which Ray Serve runs."""
+        """Returns the application that Ray Serve runs."""
         from tide_export.serving.app import build_app
 
         return build_app(self._service)
 
     def check_health(self) -> None:
-        """Asked by Ray Serve, which replaces a replica that raises. Raises RuntimeError: the scheduler has failed."""
+        """Raises RuntimeError if the scheduler has failed, so that Ray Serve replaces the replica."""
         if self._service.scheduler.closed:
             raise RuntimeError("the scheduler takes no more requests")

@@ -1,4 +1,4 @@
-"""Puts an answer into the JSON of POST /v1/responses, whole or as its typed events."""
+"""Writes an answer as the JSON of POST /v1/responses, whole or as typed events."""
 
 import json
 import time
@@ -16,24 +16,24 @@ Event = dict[str, Any]
 
 
 class ResponsesAnswer:
-    """The answer to one request, in the queue already."""
+    """Writes the answer to one request that is in the queue."""
 
     def __init__(self, service: Service, request: ResponsesRequest, choices: Choices) -> None:
-        """Takes the one choice that a response has."""
+        """Takes a single choice."""
         self._service, self._request, self._choices = service, request, choices
         self._id, self._created = _new_id("resp"), int(time.time())
-        self._items: list[dict[str, Any]] = []  # the last one is still written
+        self._items: list[dict[str, Any]] = []  # the last one is in progress
         self._spent = 0
 
     async def whole(self) -> dict[str, Any]:
-        """The answer once it has ended. Raises ApiError: it failed."""
+        """Returns the answer once it has ended; ApiError if it failed."""
         answer: dict[str, Any] = {}
         async for event in self._told():
             answer = event.get("response", answer)
         return answer
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events as it comes; one that fails ends with `response.failed`."""
+        """Yields server-sent events; a failed answer ends with `response.failed`."""
         number = 0
         try:
             async for event in self._told():
@@ -42,7 +42,7 @@ class ResponsesAnswer:
         except ApiError as error:
             failed = self._response("failed") | {"error": {"code": error.kind, "message": str(error)}}
             yield _data({"type": "response.failed", "response": failed}, number)
-        finally:  # also where the client has gone
+        finally:  # also when the client disconnects
             cancel([handle for _, handle in self._choices])
 
     async def _told(self) -> AsyncIterator[Event]:
@@ -64,7 +64,7 @@ class ResponsesAnswer:
         yield {"type": f"response.{status}", "response": self._response(status)}
 
     def _take(self, part: Part) -> Iterator[Event]:
-        """The events of a part."""
+        """Yields the events of a part."""
         if part.name:
             yield from self._end_item()
             item = {"type": "function_call", "id": _new_id("fc"), "call_id": part.id, "name": part.name}
@@ -91,7 +91,7 @@ class ResponsesAnswer:
         return {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": shown}
 
     def _end_item(self, status: str = "completed") -> Iterator[Event]:
-        """The events of the end of the item that is written, if one is."""
+        """Yields the events that end the item in progress, if there is one."""
         if not self._items:
             return
         item = self._items[-1]
@@ -109,7 +109,7 @@ class ResponsesAnswer:
         return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **more}
 
     def _response(self, status: str) -> dict[str, Any]:
-        """The response as far as it has come; it says that nothing is stored."""
+        """Returns the response so far."""
         request, ended = self._request, status in ("completed", "incomplete")
         text = request.text.model_dump(exclude_none=True) if request.text else {}
         return {
@@ -123,7 +123,7 @@ class ResponsesAnswer:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": self._service.model,
+            "model": request.model,
             "output": self._items if ended else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -1,4 +1,4 @@
-"""The requests of POST /v1/responses, which are conversations in another form."""
+"""Converts requests of POST /v1/responses to those of /v1/chat/completions."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from tide_export.serving.conversation import read_arguments
 from tide_export.serving.protocol import ChatRequest, refusal
 
 TEXT_PARTS = ("input_text", "output_text", "text")
-# Fields that are refused unless they are null or have this value, and why.
+# Fields that are refused unless null or this value, and the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
     "previous_response_id": (None, "this server keeps no responses; give the whole conversation as input"),
     "conversation": (None, "this server keeps no conversations; give the whole one as input"),
@@ -34,7 +34,7 @@ class TextOptions(BaseModel):
 
 
 class ResponsesRequest(BaseModel):
-    """POST /v1/responses. Other fields of conversations, such as seed and mode, mean here what they mean there."""
+    """POST /v1/responses; other fields of /v1/chat/completions, such as seed and mode, are taken too."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -63,14 +63,14 @@ class ResponsesRequest(BaseModel):
         for name, (neutral, why) in REFUSED.items():
             if extra.get(name) not in (None, neutral):
                 raise ValueError(f"{name} is not supported: {why}")
-        given = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "parallel_tool_calls")}
-        given |= {"max_completion_tokens": self.max_output_tokens, "response_format": self._response_format()}
-        given |= {"tools": self._tools(), "tool_choice": self._tool_choice(), "stream": self.stream}
-        given = {name: value for name, value in extra.items() if name in OF_CHAT} | given
+        fields = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "parallel_tool_calls")}
+        fields |= {"max_completion_tokens": self.max_output_tokens, "response_format": self._response_format()}
+        fields |= {"tools": self._tools(), "tool_choice": self._tool_choice(), "stream": self.stream}
+        fields = {name: value for name, value in extra.items() if name in OF_CHAT} | fields
         messages = {"messages": self._messages()}
         try:
             self._chat = ChatRequest.model_validate(
-                {name: value for name, value in given.items() if value is not None} | messages
+                {name: value for name, value in fields.items() if value is not None} | messages
             )
         except ValidationError as error:
             raise ValueError(str(refusal(error))) from None
@@ -78,7 +78,7 @@ class ResponsesRequest(BaseModel):
 
     @property
     def chat(self) -> ChatRequest:
-        """As a conversation."""
+        """The request of /v1/chat/completions."""
         return self._chat
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ class ResponsesRequest(BaseModel):
 
 
 def _text(content: Any, place: str) -> Any:
-    """The text of a message or of a tool's result."""
+    """Returns the text of a message or of a tool's result."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -139,7 +139,7 @@ def _text(content: Any, place: str) -> Any:
 
 
 def _call(item: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A call that was made, as a message has it."""
+    """Returns an earlier call in the form of an assistant's message."""
     try:
         read_arguments(str(item.get("arguments")))
     except ValueError as error:

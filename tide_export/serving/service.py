@@ -1,13 +1,13 @@
-"""What answers requests: one engine, its scheduler and its text, apart from HTTP."""
+"""Answers requests with one engine, its scheduler and its tokenizer, independent of HTTP."""
 
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tide_export.errors import BundleError, ConstraintError, GenerationError, QueueFullError
-from tide_export.names import WEIGHTS_FILE
+from tide_export.bundle.file_names import WEIGHTS_FILE
+from tide_export.errors import BundleError, ConfigError, ConstraintError, GenerationError, QueueFullError
 from tide_export.runtime.chat_template import ChatTemplate
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine
@@ -29,8 +29,10 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def default_prefix_cache_bytes(engine: Engine) -> int:
-    """As many bytes as the weights have: a larger model has larger K/V. 0 for providers whose sequences share none, and
-    models with recurrent states."""
+    """Returns the size of the weights, because a larger model has larger K/V, but 256 MiB or more.
+
+    0 for providers without a prefix cache and for models with recurrent states.
+    """
     if engine.provider != "cpu" or engine.manifest.model.states:
         return 0
     weights = engine.manifest.files.get(WEIGHTS_FILE)
@@ -39,18 +41,18 @@ def default_prefix_cache_bytes(engine: Engine) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of the text of one choice; the last one says why it ended."""
+    """A piece of the text of one choice; the last one has a finish reason."""
 
     text: str
-    tokens: list[int]  # new ones
-    logprobs: Sequence[TokenLogprobs | None] | None  # of them
+    tokens: list[int]  # its tokens
+    logprobs: Sequence[TokenLogprobs | None] | None  # one per token
     finish_reason: str | None = None
-    echoed: bool = False  # whether it is the prompt's
+    echoed: bool = False  # whether it is the prompt
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in tokens, and how many may follow it; `text`: what it was encoded from, if it was."""
+    """A prompt in tokens, the most tokens to generate, and its text unless it was given as tokens."""
 
     ids: list[int]
     max_tokens: int
@@ -61,17 +63,20 @@ Choices = Sequence[tuple[Prompt, RequestHandle]]
 
 
 class Service:
-    """Answers requests of one bundle. Its scheduler runs from `start` to `close`."""
+    """Answers requests with one bundle; its scheduler runs from `start` to `close`."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         """Opens tokenizer, chat template and scheduler.
 
         Raises:
-            BundleError: the bundle has no tokenizer, or a chat template that cannot be used.
-            GenerationError: it has no networks for batches.
+            ConfigError: an adapter has the model's name.
+            BundleError: the bundle has no tokenizer, or its chat template cannot be used.
+            GenerationError: it has no batch networks.
         """
         self.config, self.engine = config, engine
         self.model = config.model_name or engine.bundle.path.resolve().name
+        if self.model in engine.adapters:
+            raise ConfigError(f"the model and an adapter are both named {self.model!r}: give another --model-name")
         self.tokenizer = engine.tokenizer
         self.created = int(time.time())
         limits = SchedulerLimits(
@@ -97,11 +102,11 @@ class Service:
             self._no_template = str(error)
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> list[Prompt]:
-        """The prompts of a request.
+        """Returns the prompts of a request.
 
         Raises:
-            ApiError: another model, no chat template, or messages that it refuses; more choices than the queue ever
-                takes; a prompt that leaves no room in the model's context.
+            ApiError: the request names another model; there is no chat template, or it refuses the messages; there
+                are more choices than the queue takes; or a prompt fills the model's context.
         """
         self.check_model(request.model)
         prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
@@ -122,16 +127,26 @@ class Service:
         return [Prompt(ids, self._room(ids, asked), text) for ids, text in zip(encoded, texts, strict=True)]
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError: the server has another model."""
-        if name != self.model:
-            raise ApiError(404, f"there is no model {name!r} here, but {self.model!r}", "not_found_error")
+        """Checks the model's name, which may be an adapter's; ApiError if the server has another model."""
+        if name not in (self.model, *self.engine.adapters):
+            here = ", ".join(map(repr, (self.model, *self.engine.adapters)))
+            raise ApiError(404, f"there is no model {name!r} here, but {here}", "not_found_error")
+
+    def adapter_of(self, name: str) -> str | None:
+        """Returns the adapter that a request's model means; None: none."""
+        return None if name == self.model else name
 
     def conversation(self, request: ChatRequest) -> list[int]:
-        """The tokens of a conversation. Raises GenerationError: its template refuses it; ApiError: there is none."""
+        """Returns the tokens of a conversation.
+
+        Raises:
+            GenerationError: the chat template refuses it.
+            ApiError: the bundle has no chat template.
+        """
         return self._chat().encode(request)
 
     def encoded(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """The tokens of each. Raises GenerationError: a text has none."""
+        """Returns the tokens of each prompt; GenerationError if a text has none."""
         return [self.tokenizer.encode(one) if isinstance(one, str) else one for one in prompts]
 
     def submit(self, request: GenerationRequest, prompt: Prompt) -> list[RequestHandle]:
@@ -143,7 +158,7 @@ class Service:
         return self.put(prompt.ids, self._configs(request, prompt))
 
     def put(self, ids: Sequence[int], configs: Iterable[GenerationConfig]) -> list[RequestHandle]:
-        """Puts generations after the same tokens into the queue, all or none. Raises as `submit`."""
+        """Puts generations from the same prompt into the queue, all or none; raises as `submit`."""
         handles = list[RequestHandle]()
         if self.scheduler.closed:
             raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
@@ -158,7 +173,7 @@ class Service:
         return handles
 
     async def pieces(self, handle: RequestHandle) -> AsyncGenerator[Piece]:
-        """The text of one choice, piece by piece.
+        """Yields the text of one choice, piece by piece.
 
         Raises:
             ApiError: the generation failed, or took too long.
@@ -192,7 +207,7 @@ class Service:
         yield piece(reason)
 
     def reader(self, request: GenerationRequest) -> CallReader | None:
-        """Reads the tool calls of one answer; None: no tools are offered."""
+        """Returns a reader of the tool calls of one answer; None: no tools are offered."""
         return self._chat().reader(request) if isinstance(request, ChatRequest) and request.offered else None
 
     def _chat(self) -> ToolCalling:
@@ -202,14 +217,15 @@ class Service:
 
     def _configs(self, request: GenerationRequest, prompt: Prompt) -> Iterator[GenerationConfig]:
         for choice in range(request.n):
-            # One token at least: the step over the prompt's last makes it.
+            # At least one token: the step over the prompt generates it.
             config = request.config(max(prompt.max_tokens, 1), choice, self.engine.manifest.model.eos_token_ids)
+            config = replace(config, adapter=self.adapter_of(request.model))
             if isinstance(request, ChatRequest) and request.offered:
                 config = self._chat().config(request, config)
             yield config
 
     def reason(self, handle: RequestHandle) -> str:
-        """Why a generation has ended. Raises ApiError: the server stopped it, or it took too long."""
+        """Returns why a generation ended; ApiError if the server stopped it or it took too long."""
         if handle.finish_reason == "cancelled":
             raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
         if handle.finish_reason not in FINISH_REASONS:
@@ -217,7 +233,7 @@ class Service:
         return FINISH_REASONS[handle.finish_reason]
 
     def _room(self, ids: Sequence[int], asked: int) -> int:
-        """Tokens that an answer to a prompt may have."""
+        """Returns the most tokens of an answer that fit the model's context."""
         context = self.engine.manifest.model.context_length
         if context is None:
             return asked
@@ -229,13 +245,13 @@ class Service:
 
 
 def cancel(handles: Sequence[RequestHandle]) -> None:
-    """Cancels what has not ended."""
+    """Cancels requests that have not ended."""
     for handle in handles:
         handle.cancel()
 
 
 def usage(choices: Choices, completion_tokens: int) -> dict[str, Any]:
-    """OpenAI's `usage`; of the choices of one prompt, the first says how much of it was cached."""
+    """Returns OpenAI's `usage`; the first choice of each prompt tells how much of it was cached."""
     first = {id(prompt): (prompt, handle) for prompt, handle in reversed(choices)}.values()
     prompt_tokens = sum(len(prompt.ids) for prompt, _ in first)
     return {

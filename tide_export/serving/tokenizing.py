@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info, as vLLM has them: the bundle's tokenizer for programs that have none."""
+"""Answers /tokenize, /detokenize and /tokenizer_info, with vLLM's fields."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ from tide_export.serving.service import Service
 
 
 class TokenizeRequest(BaseModel):
-    """POST /tokenize: a prompt, or messages, which are tokenized as /v1/chat/completions does."""
+    """POST /tokenize: a prompt, or messages, tokenized as by /v1/chat/completions."""
 
     model: str | None = None
     prompt: str | None = None
@@ -33,7 +33,7 @@ def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     """Answers /tokenize.
 
     Raises:
-        ApiError: another model; not one of prompt and messages, or one that is refused.
+        ApiError: the request names another model, does not give exactly one of prompt and messages, or is refused.
     """
     if request.model is not None:
         service.check_model(request.model)
@@ -57,7 +57,11 @@ def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
 
 
 def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
-    """Answers /detokenize; the text shows special tokens. Raises ApiError: another model, or a token it has not."""
+    """Answers /detokenize; the text contains special tokens.
+
+    Raises:
+        ApiError: the request names another model, or a token outside the vocabulary.
+    """
     if request.model is not None:
         service.check_model(request.model)
     vocabulary = range(service.engine.manifest.model.vocab_size)
@@ -67,7 +71,7 @@ def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """Answers /tokenizer_info: the special tokens and the chat template, where there are any."""
+    """Answers /tokenizer_info: the special tokens and the chat template, if there are any."""
     folder, ends = service.engine.bundle.path, service.engine.manifest.model.eos_token_ids
     info = {"eos_token": service.tokenizer.token_text(ends[0]) if ends else None} | special_tokens(folder)
     template = folder / TEMPLATE_FILE

@@ -1,5 +1,4 @@
-"""Puts conversations with tools to a model, and reads its calls: by its chat template, or described in the text where
-the template takes no tools."""
+"""Describes tools to a model and reads its calls, by its chat template or, without one, in the text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,22 +25,22 @@ RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 class ToolCalling:
-    """Tool calls of one model.
+    """Encodes and reads the tool calls of one model.
 
     Attributes:
         described: whether tools and calls are described in the text, because the template takes no tools.
-        form: that calls have; None: none that is known.
+        form: the form of calls; None: unknown.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: BundleTokenizer, parser: ToolParser) -> None:
-        """Finds the form in the template, where `parser` does not name it."""
+        """Finds the form in the template, unless `parser` names it."""
         self._template, self._tokenizer = template, tokenizer
         self.described = not template.takes_tools
-        shown = FORMS["hermes"] if self.described else form_of(template.source)
-        self.form = shown if parser == "auto" else FORMS[parser]
+        detected = FORMS["hermes"] if self.described else form_of(template.source)
+        self.form = detected if parser == "auto" else FORMS[parser]
 
     def sentence(self) -> str:
-        """How tools are called, for the log."""
+        """Says how tools are called, for the log."""
         if self.form is None:
             return "tools: the chat template shows no form of calls that is known; --tool-parser names one"
         name = next(name for name, form in FORMS.items() if form is self.form)
@@ -49,10 +48,10 @@ class ToolCalling:
         return f"tools: {told}; calls in the form {name}"
 
     def encode(self, request: ChatRequest) -> list[int]:
-        """The prompt of a request.
+        """Returns the prompt of a request.
 
         Raises:
-            GenerationError: the template refuses it; tools are given and the form of calls is not known.
+            GenerationError: the template refuses it; or it has tools and the form of calls is unknown.
         """
         messages, tools = plain_messages(request.messages), [tool.plain() for tool in request.offered]
         if self.described:
@@ -62,21 +61,21 @@ class ToolCalling:
         return self._template.encode(self._tokenizer, messages, tools or None)
 
     def config(self, request: ChatRequest, config: GenerationConfig) -> GenerationConfig:
-        """How to generate where tools are offered; `config` is how it would be without.
+        """Adds the grammar of tool calls to `config`.
 
         Raises:
-            GenerationError: two things are asked of the text that exclude each other; no grammar can hold the
-                parameters of a tool.
+            GenerationError: another constraint of the text excludes calls; or the parameters of a tool cannot be made
+                a grammar.
         """
         form, functions, token_of = self._known_form(), request.callable, self._tokenizer.added_token
         calls = CallGrammar(form, functions, request.several, request.json_whitespace, token_of)
-        given = next((name for name in ("json_schema", "regex", "grammar") if getattr(config, name) is not None), None)
-        if given is not None and (request.must_call or given != "json_schema"):
-            raise GenerationError(f"{given} and calls of tools exclude each other: give one, or tool_choice 'none'")
+        other = next((name for name in ("json_schema", "regex", "grammar") if getattr(config, name) is not None), None)
+        if other is not None and (request.must_call or other != "json_schema"):
+            raise GenerationError(f"{other} and calls of tools exclude each other: give one, or tool_choice 'none'")
         grammar = None
         if request.must_call:
             grammar = calls.forced()
-        elif given is not None:
+        elif other is not None:
             grammar = calls.or_json(json.loads(str(config.json_schema)))
         elif any(function.strict for function in functions):
             grammar = calls.or_text()
@@ -84,7 +83,7 @@ class ToolCalling:
         return replace(config, json_schema=None, grammar=grammar, special_tokens=special)
 
     def reader(self, request: ChatRequest) -> CallReader:
-        """Reads one answer to a request."""
+        """Returns a reader of one answer."""
         return CallReader(self._known_form(), [one.name for one in request.callable], request.several)
 
     def _known_form(self) -> ToolForm:
@@ -99,9 +98,9 @@ class ToolCalling:
 def described(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolForm
 ) -> list[dict[str, Any]]:
-    """Messages for a template without tools: these, calls and results are told as text.
+    """Returns messages for a template without tools, with tools, calls and results described as text.
 
-    The tools are told in the system message, at its end where there is one.
+    Tools are described at the end of the system message, which is added if there is none.
     """
     told = list[dict[str, Any]]()
     for message in messages:

@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls, and grammars for calls in a form."""
+"""Defines the forms in which models write tool calls, and builds grammars for them."""
 
 import json
 import re
@@ -15,17 +15,17 @@ ToolParser = Literal["auto", "hermes", "llama3", "mistral", "functionary"]
 
 @dataclass(frozen=True)
 class ToolForm:
-    """How calls are written: first the mark, then one JSON object for each call.
+    """Describes how calls are written: a mark, then one JSON object for each call.
 
     Attributes:
-        mark: where calls begin; "": they begin with the text, or not at all.
-        head: matches from the mark up to the object, which holds the arguments alone where the head has the name.
-        end: after each call.
-        between: after a call, where another object follows without a mark; "": it has a mark.
-        special: tokens that are a part of the form.
-        before, after: of the object's arguments when a call is written, with {name}.
-        joint: between written calls.
-        first, last: around all written calls.
+        mark: text before calls; "": calls can only begin the text.
+        head: matches from the mark to the object; if it matches the name, the object is the arguments.
+        end: text after each call.
+        between: text between a call and another object without a mark; "": each call has a mark.
+        special: special tokens of the form.
+        before, after: text around the arguments of a written call, with {name}.
+        joint: text between written calls.
+        first, last: text around all written calls.
     """
 
     mark: str
@@ -40,7 +40,7 @@ class ToolForm:
     last: str = ""
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """The text of calls, each a name and arguments as JSON."""
+        """Returns the text of calls, each a name and arguments as JSON."""
         each = [self.before.replace("{name}", name) + arguments + self.after for name, arguments in calls]
         return self.first + self.joint.join(each) + self.last
 
@@ -86,7 +86,7 @@ FORMS = {
     ),
 }
 LEXEMES = r'"[^"]*"|: |, |[{}]'
-# What a template must hold and must not hold for a form, the first that fits counts.
+# Patterns that a template must and must not contain for a form; the first that fits counts.
 SIGNS = (
     ("hermes", r"<tool_call>", r"<function=|<arg_key>"),
     ("mistral", r"\[TOOL_CALLS\]", r"\[ARGS\]"),
@@ -96,7 +96,7 @@ SIGNS = (
 
 
 def form_of(template: str) -> ToolForm | None:
-    """The form that a chat template shows; None: none that is known."""
+    """Detects the form of calls in a chat template; None: unknown."""
     for name, sign, other in SIGNS:
         if re.search(sign, template) and not re.search(other, template):
             return FORMS[name]
@@ -108,10 +108,10 @@ class CallGrammar:
     """Writes Lark grammars of calls.
 
     Attributes:
-        functions: that may be called.
+        functions: the functions that may be called.
         several: whether more than one call may be written.
         whitespace: whether JSON may have spaces and line breaks anywhere.
-        token: the id of the token that stands for a text, if there is one.
+        token: returns the id of the added token with a text, or None.
     """
 
     form: ToolForm
@@ -121,15 +121,15 @@ class CallGrammar:
     token: Callable[[str], int | None]
 
     def forced(self) -> str:
-        """Of calls and nothing else."""
+        """Returns a grammar of calls and nothing else."""
         return f"start: calls\n{self._calls()}"
 
     def or_json(self, schema: dict[str, Any]) -> str:
-        """Of calls, or JSON of a schema."""
+        """Returns a grammar of calls, or JSON of a schema."""
         return f"start: calls | answer\nanswer: %json {self._json(schema)}\n{self._calls()}"
 
     def or_text(self) -> str:
-        """Of any text, in which calls follow their schemas."""
+        """Returns a grammar of any text in which calls follow their schemas."""
         form = self.form
         if not form.mark:
             return f"start: calls | OTHER\nOTHER: /\\s*([^{{\\s](.|\\n)*)?/\n{self._calls()}"
@@ -143,19 +143,19 @@ class CallGrammar:
         return "\n".join(lines)
 
     def _calls(self) -> str:
-        """The rule `calls` and those that it needs."""
+        """Returns the rule `calls` and the rules that it needs."""
         form, more = self.form, f"({self._literally(self.form.joint)} call)*" if self.several else ""
         calls = f"{self._literally(form.mark)} {self._listed()}" if form.first else f"call {more}"
         return "\n".join([f"calls: {calls}", *self._each(form.before)])
 
     def _listed(self) -> str:
-        """What follows the mark of a list of calls; some models write a space before it."""
+        """Returns the expression after the mark of a list of calls; some models write a space first."""
         form, more = self.form, f"({self._literally(self.form.joint)} call)*" if self.several else ""
         opening = self._literally(form.first.removeprefix(form.mark))
         return f'" "? {opening} call {more} {self._literally(form.last)}'
 
     def _each(self, before: str) -> list[str]:
-        """The rule `call`, with one of each function, whose arguments come after `before`."""
+        """Returns the rule `call` and one rule per function, whose arguments follow `before`."""
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(self.functions)))]
         for number, one in enumerate(self.functions):
             opening, closing = self._literally(before.replace("{name}", one.name)), self._literally(self.form.after)
@@ -167,18 +167,22 @@ class CallGrammar:
         return json.dumps(schema | {"x-guidance": defaults | schema.get("x-guidance", {})})
 
     def _literally(self, text: str) -> str:
-        """A text as a Lark expression: of tokens that stand for a part of it, and of the lexemes of JSON, so that other
-        JSON may begin alike."""
+        """Returns a text as a Lark expression of special tokens and JSON lexemes.
+
+        Single lexemes let other JSON begin with the same characters.
+        """
         tokens = {one: f"<[{token}]>" for one in self.form.special if (token := self.token(one)) is not None}
         parts = re.split("(" + "|".join([*map(re.escape, tokens), LEXEMES]) + ")", text)
         return " ".join(tokens.get(part) or json.dumps(part) for part in parts if part)
 
 
 def schema_of(function: Function) -> dict[str, Any]:
-    """The schema of a function's arguments. What of it no grammar can hold is ignored where it is not strict.
+    """Returns the schema of a function's arguments.
+
+    Unless the function is strict, keywords that a grammar does not support are ignored.
 
     Raises:
-        GenerationError: it is strict, and no grammar can hold it; or it is no schema.
+        GenerationError: it is strict and cannot be made a grammar; or it is not a schema.
     """
     schema = function.parameters or NO_ARGUMENTS
     if not function.strict:

@@ -1,5 +1,5 @@
-// Several sequences that are stepped together, for callers that choose tokens themselves; `Engine::generate` of a list and
-// a `Scheduler` are this in a loop.
+// Steps several sequences together by hand, for callers that choose tokens themselves. `Engine::generate` of a list and
+// `Scheduler` call `step` in a loop.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,14 @@ namespace tide {
 
 class Batch;  // internal
 
-// The part of one sequence in a step of a batch.
+// One sequence's part of a batch step.
 struct SlotStep {
   std::size_t slot = 0;
   std::vector<std::int64_t> ids;  // new tokens, at least one
-  // Number of last positions to return logits for where the last segment runs, at least 1; the result is then that of full
-  // depth, also where the token could have exited and only caught up with others. None: the sequence has its own exit,
-  // whatever runs.
+  // Number of last positions, 1 or more, to return logits for if the last segment runs; the result is then that of full
+  // depth, even if the token could have exited. None: the result is that of the token's exit.
   std::optional<std::int64_t> logits_to_keep;
-  bool full = false;  // runs every segment, and lets nothing exit
+  bool full = false;  // run every segment, and let no token exit
 };
 
 // Created by `Engine::start_batch`. May be used by one thread at a time.
@@ -33,15 +32,16 @@ class BatchState {
 
   std::size_t free_slots() const;
 
-  // Adds an empty sequence and returns its slot. The arguments are those of `Engine::start`. Throws GenerationError: there
-  // is no free slot, or no memory.
-  std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending);
+  // Adds an empty sequence and returns its slot. The arguments are those of `Engine::start`. Throws GenerationError: no
+  // slot is free, or memory ran out.
+  std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending,
+                   std::optional<std::string> const& adapter = std::nullopt);
 
   void leave(std::size_t slot);  // frees the slot of a sequence
 
-  // Runs the new tokens of some sequences, by ascending slots; the results are in that order, without scores, and valid
-  // until the next step. Throws GenerationError: no ids or an id outside the vocabulary, more tokens than the model's
-  // context or the buffers hold, no memory, or the engine failed; the sequences are then as before the step.
+  // Runs the new tokens of some sequences, by ascending slots. The results are in that order, without scores, and valid
+  // until the next step. Throws GenerationError: there are no ids, an id is outside the vocabulary, the tokens exceed the
+  // model's context or the buffers, memory ran out, or the engine failed; the sequences are then unchanged.
   std::vector<StepResult> step(std::vector<SlotStep> const& steps);
 
   // Removes all tokens of a sequence after the first `length`. Throws as `State::rewind`.

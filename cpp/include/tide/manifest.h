@@ -1,4 +1,4 @@
-// The fields of a bundle's tide.json that this runtime reads (all fields: tide_export/bundle/manifest.py).
+// Declares the fields of a bundle's tide.json that this runtime reads (all fields: tide_export/bundle/manifest.py).
 #pragma once
 
 #include <cstdint>
@@ -24,32 +24,47 @@ struct ModelInfo {
     std::int64_t head_dim = 0;
   };
   std::vector<KvShape> kv_shapes;       // one per layer: of the K/V it reads; 0 heads: none
-  std::vector<std::int64_t> kv_layers;  // one per layer: the layer whose K/V it reads, its own or an earlier one
-  // A recurrent state of a layer, of which each sequence has one.
+  std::vector<std::int64_t> kv_layers;  // one per layer: the layer whose K/V it reads, itself or an earlier one
+  // A recurrent state of a layer, one per sequence.
   struct State {
     std::int64_t layer = 0;
-    std::int64_t number = 0;          // of the layer's states
-    std::vector<std::int64_t> shape;  // of float32
-    std::int64_t undo = 0;            // tokens that can be taken back
+    std::int64_t number = 0;          // index among the layer's states
+    std::vector<std::int64_t> shape;  // float32
+    std::int64_t undo = 0;            // number of tokens that can be undone
   };
-  std::vector<State> states;  // by layer and number; empty: there are none
+  std::vector<State> states;  // by layer and number
+  // The linear layers that low-rank adapters may change (`LoadOptions::adapters`).
+  struct Lora {
+    struct Target {
+      std::string name;  // of the module in the source model
+      std::int64_t layer = 0;
+      std::int64_t inputs = 0;   // columns of its matrix
+      std::int64_t outputs = 0;  // rows of it
+    };
+    std::int64_t rank = 0;  // of an adapter, at most
+    std::vector<Target> targets;
 
-  // Tokens of one run, and drafts before it, that the recurrent states can take back; without states, any number.
+    // Numbers of one adapter: for each target in turn down [inputs, rank], then up [rank, outputs].
+    std::int64_t size() const;
+  };
+  std::optional<Lora> lora;  // none: there is no room for any
+
+  // Number of tokens of one run, and drafts before it, that the recurrent states can undo; without states, any number.
   std::int64_t undo() const;
 
-  // Layers whose K/V the layers first .. first + count - 1 read, ascending: their own, and earlier ones they share.
+  // Layers whose K/V the layers first .. first + count - 1 read, ascending: themselves, and earlier ones that they share.
   std::vector<std::size_t> kv_read(std::size_t first, std::size_t count) const;
 };
 
-// Draft settings of `lossless` mode, as tuned by `tide-export tune --mode lossless`.
+// Draft settings of mode `lossless`, tuned by `tide-export tune --mode lossless`.
 struct Drafting {
   std::vector<double> thresholds;  // one per checkpoint, in [0, 1]
-  std::int64_t max_drafts = 0;     // drafts by early exits that one verification may cover
-  std::int64_t prompt_lookup = 0;  // tokens of one prompt-lookup draft, at most
+  std::int64_t max_drafts = 0;     // maximum drafts by early exits per verification
+  std::int64_t prompt_lookup = 0;  // maximum tokens of a prompt-lookup draft
   std::vector<double> draft_costs;   // of an early exit at each checkpoint, in steps of full depth
   std::vector<double> verify_costs;  // of verifying 1, 2, 4, 8, 16 drafts
   std::optional<double> drafter_cost = {};  // of a drafter's draft, in steps of full depth; none: not measured
-  std::optional<std::int64_t> max_learned = {};  // drafts of a drafter before one verification; none: 8
+  std::optional<std::int64_t> max_learned = {};  // maximum drafts of a drafter per verification; none: 8
 };
 
 // A drafter, whose network is drafter.onnx.
@@ -57,35 +72,34 @@ struct DrafterInfo {
   std::string weights_sha256;           // of the model that it was trained for, as `ModelInfo::weights_sha256`
   std::string tokens;                   // ids that it can propose, ascending: "0-3,7"
   std::vector<double> acceptance;       // share of its drafts that are accepted, by confidence
-  std::int64_t max_tokens = 0;          // rows of a sequence, after which it begins anew
+  std::int64_t max_tokens = 0;          // rows of a sequence, after which its K/V start again
   ModelInfo::KvShape kv_shape{};        // of its keys and values
   std::int64_t state_size = 0;          // width of the states that it reads
-  std::vector<std::int64_t> layers;     // after which it reads hidden states; empty: the model's final state
+  std::vector<std::int64_t> layers;     // layers after which it reads hidden states; empty: the final hidden state
 };
 
-// The embedding that networks take as an input: a file of its own, on the GPU once for all that read it.
+// The embedding that networks take as an input: a separate file, on the GPU once for all networks.
 struct EmbeddingInfo {
   std::int64_t rows = 0;  // tokens
   std::int64_t width = 0;
   bool tied = false;  // whether the head reads it too
 };
 
-// The segment networks and the head, which a bundle for TensorRT holds beside its graph.
+// The segment networks and the head, which a bundle for TensorRT holds in addition to its graph.
 struct NetworksInfo {
   std::string weights;               // precision of their weights, states and K/V: "fp32", "fp16", "bf16"
-  std::int64_t capacity = 0;         // tokens their K/V buffers hold
-  std::int64_t state_rows = 0;       // states their other buffers hold, of each sequence
-  std::int64_t max_tokens = 0;       // tokens of one run, at most; longer prompts are run in chunks
-  std::int64_t max_logits = 0;       // tokens of one run of the head, at most
-  std::int64_t exit_size = 0;        // width of the states that the head takes
-  std::int64_t max_batch_size = 0;   // sequences of one run, at most
-  std::int64_t max_slot_tokens = 0;  // tokens of each sequence in a run over several, at most
-  // Of the layers, stored as "int4" or "fp8"; none: as `weights`.
-  std::optional<std::string> matrices;
-  std::optional<EmbeddingInfo> embedding;  // none: each network that reads it holds its own
+  std::int64_t capacity = 0;         // tokens of their K/V buffers
+  std::int64_t state_rows = 0;       // states of each sequence in their other buffers
+  std::int64_t max_tokens = 0;       // maximum tokens of one run; longer prompts are run in chunks
+  std::int64_t max_logits = 0;       // maximum tokens of one run of the head
+  std::int64_t exit_size = 0;        // width of the states that the head reads
+  std::int64_t max_batch_size = 0;   // maximum sequences of one run
+  std::int64_t max_slot_tokens = 0;  // maximum tokens of each sequence in a run over several
+  std::optional<std::string> matrices;     // precision of the layers' matrices: "int4" or "fp8"; none: as `weights`
+  std::optional<EmbeddingInfo> embedding;  // none: each network that reads it holds a copy
 };
 
-// An optimization profile: minimum, optimum and maximum tokens of each sequence in a run, and maximum sequences.
+// An optimization profile: minimum, optimum and maximum tokens of each sequence in a run, and the maximum of sequences.
 struct Profile {
   std::string name;
   std::int64_t min_tokens = 0, opt_tokens = 0, max_tokens = 0, batch_size = 0;
@@ -98,10 +112,10 @@ struct PluginsInfo {
   std::vector<std::string> engines;  // by name: segment_00, ...
 };
 
-// What the builder reported of one engine.
+// The builder's report on one engine.
 struct BuiltEngine {
   std::int64_t weights_bytes = 0;           // of GPU memory
-  std::int64_t activation_bytes = 0;        // of working memory, of the profile that takes most
+  std::int64_t activation_bytes = 0;        // of workspace, for the largest profile
   std::int64_t layers = 0;                  // kernels, of all profiles
   std::int64_t attention_layers = 0;        // of the network
   std::int64_t fused_attention_layers = 0;  // of these, in every profile; the others are several kernels
@@ -114,10 +128,10 @@ struct EnginesInfo {
   std::vector<std::string> compute_capabilities;  // of the GPUs they run on, such as "8.9"; empty: the flavour's
   std::string weights_sha256;                     // of the source model, as `ModelInfo::weights_sha256`
   std::vector<Profile> profiles;
-  double seconds = 0;                  // that the build took
+  double seconds = 0;                  // duration of the build
   std::optional<PluginsInfo> plugins;  // none: built from the functions' bodies instead
-  std::optional<std::map<std::string, BuiltEngine>> built;  // by network; none: of an earlier release
-  // By network: bytes of buffers, which are to be updated in place, that a run over one sequence copies.
+  std::optional<std::map<std::string, BuiltEngine>> built;  // by network; none: built by an earlier release
+  // By network: bytes that a run over one sequence copies instead of updating them in place.
   std::map<std::string, std::int64_t> copied;
 };
 
@@ -127,40 +141,40 @@ struct FileInfo {
   std::string sha256;     // hex
 };
 
-// What mode "auto" is: the fastest mode that changes at most a share `epsilon` of the tokens, measured on one machine by
+// Mode "auto": the fastest mode that changes at most a share `epsilon` of the tokens, measured on one machine by
 // `tide-export export` and `tune`.
 struct AutoMode {
   std::string mode;                // "full", "exit" or "lossless"
   std::vector<double> thresholds;  // of mode exit, one per checkpoint, in [0, 1]
   double epsilon = 0;              // in [0, 1)
-  std::string provider;            // that it was measured on; on any other, mode "auto" is full depth
+  std::string provider;            // provider of the measurement; on any other, mode "auto" is full depth
   std::optional<double> exit_speedup, lossless_speedup;  // decoding speed over full depth's; none: not measured
   std::string machine;             // processor and number of threads
   std::optional<std::int64_t> slots;  // sequences at once for which it was faster too; none: one
 
-  // Whether this holds for so many sequences at once; if not, mode "auto" is full depth.
+  // Whether this applies to so many sequences at once; if not, mode "auto" is full depth.
   bool is_of(std::int64_t sequences) const { return sequences <= slots.value_or(1); }
 };
 
 struct Manifest {
   ModelInfo model;
-  std::vector<std::int64_t> checkpoints;  // layers run at each, ascending, never the last layer
+  std::vector<std::int64_t> checkpoints;  // layers before each, ascending, never the last layer
   std::vector<double> thresholds;         // one per checkpoint, in [0, 1]; certified if `tune` was run
   std::int64_t min_layers = 0;            // checkpoints after fewer layers never exit
   std::int64_t max_pending = 0;           // tokens that may be pending before a segment must run
-  double compaction_threshold = 1;        // batches: a smaller share of the sequences than this goes deep alone
+  double compaction_threshold = 1;        // batches: a smaller share of the sequences than this runs a segment alone
   std::string kv_cache_strategy;          // K/V of skipped layers: "exact" or "propagate"
   std::string kv_cache = "float32";       // type of the K/V buffers: "float32" or "int8"
   std::string weights;                    // precision of the graph's weights: "fp32", "bf16", "fp16", "int8", "int4"
   std::optional<Drafting> drafting;
   std::optional<DrafterInfo> drafter;
-  std::optional<AutoMode> auto_mode;  // none: not measured, and mode "auto" is full depth
+  std::optional<AutoMode> auto_mode;  // none: not measured; mode "auto" is full depth
   std::optional<NetworksInfo> networks;
   std::optional<EnginesInfo> engines;
   std::map<std::string, FileInfo> files;  // by path relative to the bundle, "/" between folders
 
   bool propagates() const { return kv_cache_strategy == "propagate"; }
-  // Whether the drafter is among the segment networks too: not one that reads hidden states within segments.
+  // Whether the drafter is a segment network too: not if it reads hidden states within segments.
   bool has_drafter_network() const { return networks && drafter && drafter->layers.empty(); }
   bool int8_kv() const { return kv_cache == "int8"; }
 
@@ -169,11 +183,11 @@ struct Manifest {
   std::vector<std::int64_t> kv_shape(std::size_t layer, std::int64_t tokens) const;
   std::int64_t kv_token_bytes() const;  // of the K/V of one token, of all layers
 
-  // Layers run at the end of each segment, shallowest first: the checkpoints and the model's depth.
+  // Layers before the end of each segment, shallowest first: the checkpoints and the model's depth.
   std::vector<std::int64_t> depths() const;
 
-  // Parses tide.json strictly: every field must be present, of its type and in range, and no other, also those that only
-  // other stages read. Python accepts and refuses the same texts, with the same sentences.
+  // Parses tide.json strictly: every field must be present, of its type and in range, and there may be no other. Python
+  // accepts and refuses the same texts, with the same messages.
   //
   // source: the file's name, for errors.
   //

@@ -1,8 +1,8 @@
-// Decodes requests that join, leave and are cancelled between steps.
+// Schedules requests that join, leave and are cancelled between steps.
 //
-// A step ends what was cancelled, lets waiting requests join as slots and K/V memory become free, and runs one token, or
-// what lossless mode drafts, of each request that writes, and a part of the prompts of those that read. No thread is
-// needed: whoever reads a handle does the steps. `Scheduler::start` gives them to a thread.
+// A step ends cancelled requests, admits waiting ones to free slots and K/V memory, and runs one token (in lossless mode
+// the drafts) of each decoding request and a chunk of the prompts of the others. The steps run in the thread that reads a
+// handle or, after `Scheduler::start`, in a thread of the scheduler.
 #pragma once
 
 #include <cstddef>
@@ -22,64 +22,64 @@ class Audit;     // internal
 class Job;       // internal
 class StepLoop;  // internal
 
-// What a scheduler holds at most.
+// Limits the work and memory of a scheduler.
 struct SchedulerLimits {
-  std::int64_t slots = 8;  // requests decoded at the same time; no more than `Engine::max_batch_size`
-  // Tokens of prompts read in one step, 4 or more: how long those that write may wait for those that read.
+  std::int64_t slots = 8;  // requests decoded at the same time, at most `Engine::max_batch_size`
+  // Prompt tokens of one step, 4 or more; fewer make decoding requests wait less for prompts.
   std::int64_t prompt_tokens = 512;
-  std::optional<std::int64_t> waiting;  // requests in the queue beyond those for which a slot is free; none: any number
-  // Tokens of K/V of all requests with a slot, each counted with its prompt and max_new_tokens; none: any number.
+  std::optional<std::int64_t> waiting;  // requests in the queue beyond those for which a slot is free; none: no limit
+  // Tokens of K/V of all requests with a slot, each counted with its prompt and max_new_tokens; none: no limit.
   std::optional<std::int64_t> kv_tokens;
-  std::optional<double> compaction_threshold;  // of the batch, see `Engine::start_batch`; none: the bundle's
-  // Of K/V of prompts and answers, of which requests with a slot may use some, that are kept for requests that begin with
-  // the same tokens; 0: none.
+  std::optional<double> compaction_threshold;  // as in `Engine::start_batch`; none: the bundle's
+  // Bytes of K/V of earlier prompts and answers kept for requests that begin with the same tokens, those in use included;
+  // 0: none.
   std::int64_t prefix_cache_bytes = 0;
 };
 
-// How a scheduler audits mode exit.
+// Sets how a scheduler checks tokens of mode exit against full depth.
 struct AuditConfig {
-  double rate = 0.01;  // share of the tokens that are chosen, above 0 and at most 1; costs 2 % of the time at most
+  double rate = 0.01;  // share of the tokens that are chosen, above 0 and at most 1; costs at most 2 % of the time
   // Largest share of tokens that exits may change. When the lower bound is above it, the thresholds of requests that get a
-  // slot from then on are raised, half of the way to 1 each time; after three times exits are turned off. None: they stay.
+  // slot later are raised, halfway to 1 each time; after three times exits are turned off. None: thresholds stay.
   std::optional<double> epsilon;
   std::function<void(std::string const&)> log;  // receives a sentence when thresholds are raised; none: stderr
 };
 
-// What an audit found so far.
+// The results of an audit so far.
 struct AuditState {
-  std::int64_t audited = 0;    // tokens that were chosen, of all requests
-  std::int64_t checked = 0;    // those of them that had exited, and were made again at full depth
-  std::int64_t different = 0;  // those of them that full depth makes another token of
-  std::int64_t raises = 0;     // how often thresholds were raised
-  double upper_bound = 1;      // the share of tokens that exits change is no larger, since thresholds were raised last,
-  double lower_bound = 0;      // and no smaller
+  std::int64_t audited = 0;    // chosen tokens, over all requests
+  std::int64_t checked = 0;    // chosen tokens that had exited and were computed again at full depth
+  std::int64_t different = 0;  // checked tokens for which full depth chooses another token
+  std::int64_t raises = 0;     // number of times that thresholds were raised
+  double upper_bound = 1;      // of the share of tokens that exits change, since thresholds were last raised
+  double lower_bound = 0;
 };
 
 // A submitted request. Each copy reads all tokens; one thread at a time may use a copy. May outlive its scheduler.
 class RequestHandle {
  public:
-  // The next token; none: the request has ended. Throws what the request failed with, after its last token.
-  // GenerationError: a callback of a request of the same scheduler would wait for itself.
+  // Waits for the next token; none: the request has ended. Throws the error of a request that failed, after its last
+  // token, or GenerationError: a callback of the same scheduler called it and would wait for itself.
   std::optional<Token> next();
 
-  // Waits for the end. Throws what the request failed with.
+  // Waits for the end. Throws the error of a request that failed.
   Generation result();
 
-  // Writes at most `room` tokens, from the one of number `from` on, without waiting, and returns how many.
+  // Writes up to `room` tokens, beginning with number `from`, without waiting, and returns their number.
   std::size_t read(std::size_t from, std::int64_t* ids, std::size_t room) const;
 
-  // Waits, without a step, until there are more tokens than `from` or the request has ended, or so many seconds have passed.
+  // Waits, without a step, until there are more tokens than `from`, the request has ended, or `seconds` have passed.
   void wait(std::size_t from, double seconds) const;
 
-  // Ends the request before the next step; its tokens so far stay. Does nothing after its end.
+  // Ends the request before the next step, unless it has ended; its tokens so far stay.
   void cancel();
 
-  Generation so_far() const;                           // its finish_reason is valid once it has ended
-  Mode mode() const;                                   // that it is decoded in
-  bool finished(std::size_t tokens) const;             // whether it has ended with so many
-  std::optional<FinishReason> finish_reason() const;   // none until it has ended, and where it failed
-  std::exception_ptr error() const;                    // why it failed; null while it has not
-  std::int64_t cached_tokens() const;                  // of the prompt, whose K/V came from the prefix cache
+  Generation so_far() const;                           // its finish_reason is valid once the request has ended
+  Mode mode() const;                                   // mode of decoding
+  bool finished(std::size_t tokens) const;             // whether it has ended with this number of tokens
+  std::optional<FinishReason> finish_reason() const;   // none until it has ended, and if it failed
+  std::exception_ptr error() const;                    // null: it has not failed
+  std::int64_t cached_tokens() const;                  // prompt tokens whose K/V came from the prefix cache
 
  private:
   friend class Scheduler;
@@ -91,7 +91,7 @@ class RequestHandle {
   std::size_t read_ = 0;  // tokens returned by `next`
 };
 
-// Created by `Engine::scheduler`. Any thread may submit, cancel and read; one at a time does the steps.
+// Created by `Engine::scheduler`. Any thread may submit, cancel and read; one at a time runs the steps.
 class Scheduler {
  public:
   Scheduler(Scheduler&&) noexcept;
@@ -101,27 +101,27 @@ class Scheduler {
   // Checks a request and puts it into the queue.
   //
   // config: as in `Engine::stream`.
-  // timeout: seconds from now after which it is cancelled.
+  // timeout: seconds from now after which it is cancelled; none: never.
   //
-  // Throws QueueFullError: the queue is full. GenerationError: as `Engine::stream`; the request can never get its K/V
-  // memory; the scheduler is closed.
+  // Throws QueueFullError: the queue is full. GenerationError: as `Engine::stream` throws it; the request needs more K/V
+  // memory than kv_tokens; or the scheduler is closed.
   RequestHandle submit(std::vector<std::int64_t> const& prompt, GenerationConfig const& config = {},
                        std::optional<double> timeout = std::nullopt);
 
-  // Does one step over all requests with a slot; false: there was nothing to do. What fails ends its request.
+  // Runs one step over all requests with a slot; false: there was nothing to do. An error ends the request that caused it.
   bool step() noexcept;
 
-  // Lets a thread do the steps until `close`. Throws GenerationError: there is no thread.
+  // Starts a thread that runs the steps until `close`. Throws GenerationError: the system provides no thread.
   void start();
 
-  // Takes no more requests, and returns when those submitted have ended; without `drain` these are cancelled.
+  // Refuses new requests and waits until those submitted have ended; without `drain` they are cancelled.
   void close(bool drain = true);
 
-  std::size_t waiting() const;  // requests without a slot
-  std::size_t running() const;  // requests with a slot
-  bool closed() const;          // whether it takes no more requests
-  bool in_step() const;         // whether this thread does a step of it now: a callback asks
-  std::int64_t prefix_cache_bytes() const;  // of K/V in the prefix cache now
+  std::size_t waiting() const;  // number of requests without a slot
+  std::size_t running() const;  // number of requests with a slot
+  bool closed() const;          // whether new requests are refused
+  bool in_step() const;         // whether this thread is running a step, so that a callback is asking
+  std::int64_t prefix_cache_bytes() const;
 
   std::optional<AuditState> audit() const;  // none: there is no audit
 

@@ -1,13 +1,13 @@
-/* The runtime for C, and for languages that call C: load a bundle, generate, stream, and submit requests to a scheduler.
- * Link libtide (CMake: tide::tide). docs/guide/c.md shows it from C and from Python's ctypes.
+/* Declares the runtime's C interface: load a bundle, generate, stream, and submit requests to a scheduler. Link libtide
+ * (CMake: tide::tide). docs/guide/c.md shows its use from C and from Python's ctypes.
  *
  * Options are JSON objects with the names and defaults of the Python package, as UTF-8 text: {"mode": "exit",
- * "threshold": 0.85}. An option that is unknown or out of range is an error. NULL: all defaults. Texts that are returned
- * are UTF-8 and end with a zero byte, which their size does not count.
+ * "threshold": 0.85}. Unknown options and values out of range are errors. NULL: all defaults. Returned texts are UTF-8 and
+ * end with a zero byte, which their size does not count.
  *
- * A function that returns a tide_status sets its last argument only where it returns TIDE_OK. No exception leaves a
- * function. Any thread may use an engine and a scheduler; one at a time may use any other object. Each object is
- * freed by its _free function, which takes NULL too, in any order. No other pointer may be NULL unless that is said.
+ * A function that returns a tide_status sets its last argument only if it returns TIDE_OK. No exception leaves a
+ * function. Any thread may use an engine and a scheduler; one at a time may use any other object. Each object is freed by
+ * its _free function, in any order; NULL is allowed there. Other pointers may not be NULL unless stated.
  */
 #ifndef TIDE_TIDE_H
 #define TIDE_TIDE_H
@@ -26,12 +26,12 @@ extern "C" {
 #endif
 
 typedef struct tide_engine tide_engine;         /* a loaded bundle */
-typedef struct tide_generation tide_generation; /* the tokens of a prompt, with statistics */
-typedef struct tide_scheduler tide_scheduler;   /* decodes requests that come and go */
+typedef struct tide_generation tide_generation; /* the generated tokens, with statistics */
+typedef struct tide_scheduler tide_scheduler;   /* decodes requests that arrive over time */
 typedef struct tide_request tide_request;       /* a submitted request */
-typedef struct tide_token_stream tide_token_stream; /* a generation that is made as it is read */
+typedef struct tide_token_stream tide_token_stream; /* a generation that runs as it is read */
 typedef struct tide_sequence tide_sequence;     /* one sequence that is stepped by hand */
-typedef struct tide_batch tide_batch;           /* several that are stepped together */
+typedef struct tide_batch tide_batch;           /* several sequences that are stepped together */
 typedef struct tide_text_stream tide_text_stream; /* converts token ids to text as they arrive */
 
 typedef enum {
@@ -44,59 +44,60 @@ typedef enum {
   TIDE_PROVIDER_ERROR = 6,
   TIDE_NO_MEMORY = 7,
   TIDE_INTERNAL_ERROR = 8,
-  TIDE_CONSTRAINT_ERROR = 9 /* what a request asks of its text leaves no next token */
+  TIDE_CONSTRAINT_ERROR = 9 /* the constraints of a request leave no next token */
 } tide_status;
 
 typedef struct {
   int64_t id;
-  double logprob; /* by the model's own logits, before anything changes them */
+  double logprob; /* from the model's unchanged logits */
 } tide_logprob;
 
 typedef struct {
   int64_t id;
-  int64_t exit_layer; /* layers its logits went through; 0: a draft by prompt lookup or a drafter */
-  int64_t layers_run; /* layer passes it cost */
+  int64_t exit_layer; /* layers before its logits; 0: a draft by prompt lookup or a drafter */
+  int64_t layers_run; /* layer passes of its step */
   /* With the option "logprobs": of this token, then of the most likely ones, best first; otherwise NULL and 0. Valid in
    * the callback, or until the next call for the request. */
   const tide_logprob* logprobs;
   size_t logprobs_count;
 } tide_token;
 
-/* The release, such as "1.2.3". A program runs with any library of the same first two numbers. */
+/* Returns the release, such as "1.2.3". A program runs with any library of the same first two numbers. */
 TIDE_API const char* tide_version(void);
 
-/* Why the last call that failed in this thread failed: one sentence, valid until the next such call. */
+/* Returns the error of the last call that failed in this thread: one sentence, valid until the next such call. */
 TIDE_API const char* tide_last_error(void);
 
-/* Sets the sentence of the error with which a function of the caller is about to fail, called by this library. */
+/* Sets the error sentence of a callback that is about to fail. */
 TIDE_API void tide_set_error(const char* sentence);
 
-/* Reports what a function of the caller comes to, whose `reports` is not 0: what it returns then counts only after TIDE_OK, and
- * one that ends without a report has failed. It is for languages that may end such a function before its first line, as a
- * signal ends one of Python's ctypes. */
+/* Reports the status of a callback whose `reports` is not 0: its result counts only after TIDE_OK, and a callback that ends
+ * without a report has failed. For languages that may end a callback before its first line, as a signal does in Python's
+ * ctypes. */
 TIDE_API void tide_report(tide_status status);
 
-/* Receives the sentences that no error carries: what runs instead, what was raised. NULL, as at first: stderr. */
+/* Sets the function that receives log sentences, such as a fallback or raised thresholds. NULL, the default: stderr. */
 TIDE_API void tide_set_log(void (*log)(const char* sentence));
 
 /* --- engines ------------------------------------------------------------------------------------------------------- */
 
-/* Opens a bundle. In a child that this process forks, a use of the engine is an error, for its threads are missing there: load
- * the bundle again. options: "provider", "threads", "verify", "plugins", "device"; "onnxruntime": the path of its library, of
- * which a process opens one, none: that of the environment variable TIDE_ONNXRUNTIME, else where the system finds it;
- * "graph": a file whose graph is run in place of the bundle's; "tokenizers": see below. */
+/* Opens a bundle. A forked child lacks the engine's threads, so using it there is an error: load the bundle again. options:
+ * "provider", "threads", "verify", "plugins", "device"; "onnxruntime": the path of ONNX Runtime's library, of which a process
+ * opens one; by default the environment variable TIDE_ONNXRUNTIME, else the system's; "adapters": folders of low-rank
+ * adapters (LoRA) as peft writes them, by the names that the option "adapter" of requests gives; "graph": a file whose graph
+ * replaces the bundle's; "tokenizers": a library, as described under "text". */
 TIDE_API tide_status tide_load(const char* bundle, const char* options, tide_engine** engine);
 TIDE_API void tide_engine_free(tide_engine* engine);
 
-/* Segment networks that the caller runs, on an engine that this library does not know. `context` goes to all functions.
+/* Callbacks that run segment networks, for engines that this library cannot open itself. All receive `context`.
  *
- * gpu: the number of the GPU whose memory they run on; -1: the host's. provider: the engine's name.
- * open begins a set of networks whose work is queued on a CUDA stream (NULL on the host), and sets its number; close ends it.
+ * gpu: the number of the GPU that they run on; -1: the host. provider: the engine's name.
+ * open creates a set of networks whose work is queued on a CUDA stream (NULL on the host), and sets its number; close frees it.
  * run queues a run of a network over `tokens` tokens of each of `batch_size` sequences: its tensors by name, and their
- *     addresses. recording: 0, or the number of a recording that the run is part of, which is queued first and then, with the
- *     same arguments, captured: what it uses must not change after that, until forget. captured: whether the stream is captured.
- *     It returns TIDE_ENDED where it ran, but runs of this network cannot be recorded.
- * forget says that a recording is gone; it may be called while another run is queued. */
+ *     addresses. recording: 0, or the number of the recording that the run is part of: it is queued, then captured with the
+ *     same arguments, and its context must not change until forget. captured: whether the stream is being captured. It returns
+ *     TIDE_ENDED if the run was queued, but runs of this network cannot be recorded.
+ * forget frees the contexts of a recording; it may be called while another run is queued. */
 typedef struct {
   void* context;
   const char* provider;
@@ -111,35 +112,35 @@ typedef struct {
 TIDE_API tide_status tide_load_networks(const char* bundle, const char* options, const tide_networks* networks,
                                         tide_engine** engine);
 
-/* Requests that a scheduler can decode at the same time; 1: there are no schedulers for this bundle. */
+/* Returns the maximum of requests that a scheduler decodes at the same time; 1: this bundle has no schedulers. */
 TIDE_API int64_t tide_max_batch_size(const tide_engine* engine);
 
-/* The name of the provider that runs it: "cpu", "cuda", "tensorrt" or "tensorrt-rtx". */
+/* Returns the provider that runs the bundle: "cpu", "cuda", "tensorrt" or "tensorrt-rtx". */
 TIDE_API const char* tide_provider(const tide_engine* engine);
 
-/* The text of the bundle's tide.json, as it was read. */
+/* Returns the text of the bundle's tide.json. */
 TIDE_API const char* tide_manifest(const tide_engine* engine, size_t* size);
 
-/* Checks the options of a generation, of a list of so many prompts (0: of one prompt), and writes, as a JSON object, what
- * they mean for this bundle: "mode", "thresholds" (above 1: off), "max_pending" (-1: no limit), "drafting" (null outside
- * mode lossless) and "compaction_threshold" (null for one prompt). Writes at most `room` bytes with the zero byte; where
- * `size` is not less than `room`, call again with more. */
+/* Checks the options of a generation for a list of `prompts` (0: one prompt), and writes them with the bundle's defaults as a
+ * JSON object: "mode", "thresholds" (above 1: off), "max_pending" (-1: no limit), "drafting" (null outside mode lossless) and
+ * "compaction_threshold" (null for one prompt). Writes at most `room` bytes with the zero byte; if `size` is not less than
+ * `room`, call again with more. */
 TIDE_API tide_status tide_resolve(const tide_engine* engine, const char* options, size_t prompts, char* text, size_t room,
                                   size_t* size);
 
-/* Receives each token as it is made, and the `context` of tide_stream; 0 ends the generation. */
+/* Receives each token as it is generated, and the `context` of tide_stream; returns 0 to end the generation. */
 typedef int (*tide_on_token)(void* context, const tide_token* token);
 
-/* Functions of the caller that a generation calls, in the thread that does the steps. Each gets `context`, which is needed
- * until the generation or the request has ended; each may be NULL. They may use the engine, and wait for no request of the
- * scheduler that calls them: that is an error.
+/* Callbacks of a generation, called in the thread that runs the steps. Each may be NULL and receives `context`, which must be
+ * valid until the generation or the request has ended. They may use the engine; waiting for a request of the scheduler that
+ * calls them is an error.
  *
- * process_logits changes the logits [vocabulary] from which the next token is chosen: one at -INFINITY cannot come. ids: the
- *     prompt's and those generated, in lossless mode with the drafts that follow them; it may be called again for fewer, for
- *     drafts were rejected. It returns TIDE_OK, or the status that the generation fails with.
- * allows_token says whether a token may follow `ids`: 0 keeps it from being drafted by n-grams, which saves time alone.
- * detokenize returns the text (UTF-8) of tokens without special ones, valid until the next call, and sets its size; NULL: it
- *     failed. Without it the options "stop" and "detokenize" use the bundle's tokenizer. */
+ * process_logits changes the logits [vocabulary] from which the next token is chosen; a token at -INFINITY is never chosen.
+ *     ids: those of the prompt and the generated ones, in lossless mode followed by drafts; they may be fewer than in the call
+ *     before, after drafts were rejected. It returns TIDE_OK, or the status with which the generation fails.
+ * allows_token returns whether a token may follow `ids`: 0 prevents an n-gram draft, to save the time of verifying it.
+ * detokenize returns the text (UTF-8) of tokens without special tokens, valid until the next call, and sets its size; NULL: it
+ *     failed. Without it, the options "stop" and "detokenize" use the bundle's tokenizer. */
 typedef struct {
   void* context;
   tide_status (*process_logits)(void* context, const int64_t* ids, size_t count, float* logits, size_t vocabulary);
@@ -148,17 +149,17 @@ typedef struct {
   int reports; /* whether they call tide_report */
 } tide_hooks;
 
-/* Generates the tokens that follow a prompt of `count` token ids. options: fields of GenerationConfig, and "drafting": how
- * lossless mode drafts, as in a manifest. hooks: may be NULL. */
+/* Generates the tokens that follow a prompt of `count` token ids. options: fields of GenerationConfig, and "drafting": the
+ * drafting of lossless mode, as in a manifest. hooks: may be NULL. */
 TIDE_API tide_status tide_generate(const tide_engine* engine, const int64_t* prompt, size_t count, const char* options,
                                    const tide_hooks* hooks, tide_generation** generation);
 TIDE_API tide_status tide_stream(const tide_engine* engine, const int64_t* prompt, size_t count, const char* options,
                                  const tide_hooks* hooks, tide_on_token on_token, void* context,
                                  tide_generation** generation);
 
-/* The same, made as it is read. Each call of `step` writes at most `room` tokens, from the one of number `from` on; where
- * there are none it first runs one step, which gives some or, where tokens are drafted, none yet. It returns TIDE_OK while
- * more may follow, and TIDE_ENDED with the last. A step that failed has changed nothing: the next call tries it again. */
+/* Opens a generation that runs as it is read. Each call of `step` writes up to `room` tokens, beginning with number `from`; if
+ * there are none, it first runs one step, which generates some or, in lossless mode, possibly none yet. It returns TIDE_OK
+ * while more may follow, and TIDE_ENDED with the last. A failed step changes nothing: the next call tries it again. */
 TIDE_API tide_status tide_token_stream_open(const tide_engine* engine, const int64_t* prompt, size_t count,
                                             const char* options, const tide_hooks* hooks, tide_token_stream** stream);
 TIDE_API tide_status tide_token_stream_step(tide_token_stream* stream, size_t from, int64_t* ids, size_t room,
@@ -168,19 +169,19 @@ TIDE_API void tide_token_stream_free(tide_token_stream* stream);
 
 /* --- text ---------------------------------------------------------------------------------------------------------- */
 
-/* The bundle's tokenizer.json, which is opened when it is first needed, by a library with the C binding of Hugging Face's
- * tokenizers: the path that the option "tokenizers" of tide_load or the environment variable TIDE_TOKENIZERS gives, else
- * libtokenizers_c.so. special_tokens: with those that the model puts around a prompt; in text, whether they are shown.
+/* Encode and decode text with the bundle's tokenizer.json, by a library with the C binding of Hugging Face's tokenizers: the
+ * option "tokenizers" of tide_load, else the environment variable TIDE_TOKENIZERS, else libtokenizers_c.so. It is opened when
+ * first needed. special_tokens: add those that the model puts around a prompt; in text, include them.
  *
- * Both write at most `room` values and set `count` or `size` to what all would be: where that is more than `room` (of a
- * text: not less), call again with more room. */
+ * Both write up to `room` values and set `count` or `size` to the number of all: if that is more than `room` (for a text: not
+ * less), call again with more room. */
 TIDE_API tide_status tide_encode(const tide_engine* engine, const char* text, int special_tokens, int64_t* ids,
                                  size_t room, size_t* count);
 TIDE_API tide_status tide_decode(const tide_engine* engine, const int64_t* ids, size_t count, int special_tokens,
                                  char* text, size_t room, size_t* size);
 
-/* The text of tokens as they arrive, after a prompt. A token may end in the middle of a character, whose text then comes
- * with a later one: the piece is "". `finish` is what is left at the end. A piece is valid until the next call. */
+/* Converts tokens to text as they arrive after a prompt. A token may end in the middle of a character: its piece is "", and
+ * the text comes with a later token. `finish` returns the rest at the end. A piece is valid until the next call. */
 TIDE_API tide_status tide_text_stream_create(const tide_engine* engine, const int64_t* prompt, size_t count,
                                              tide_text_stream** stream);
 TIDE_API tide_status tide_text_stream_push(tide_text_stream* stream, int64_t token, const char** piece, size_t* size);
@@ -189,46 +190,45 @@ TIDE_API void tide_text_stream_free(tide_text_stream* stream);
 
 /* --- generations --------------------------------------------------------------------------------------------------- */
 
-/* These are valid until the generation is freed. */
+/* These functions return memory that is valid until the generation is freed. */
 TIDE_API const int64_t* tide_generation_tokens(const tide_generation* generation, size_t* count);
-/* "stop", "length", "context", "cancelled", "timeout"; NULL: it has not ended. */
+/* Returns "stop", "length", "context", "cancelled" or "timeout"; NULL: it has not ended. */
 TIDE_API const char* tide_generation_finish_reason(const tide_generation* generation);
 TIDE_API const char* tide_generation_stats(const tide_generation* generation); /* a JSON object, as ExitStats.as_dict */
-/* The text, up to a stop string; NULL without the options "stop" and "detokenize". */
+/* Returns the text up to a stop string; NULL without the options "stop" and "detokenize". */
 TIDE_API const char* tide_generation_text(const tide_generation* generation, size_t* size);
-/* float [count], the states one after the other, where option "states" asks for them: in mode "full" of all tokens that were
- * run, in mode "exit" of each new one, at its exit. */
+/* Returns the hidden states, float [count], with option "states": in mode "full" of all tokens that were run, in mode "exit"
+ * of each new token at its exit. */
 TIDE_API const float* tide_generation_states(const tide_generation* generation, size_t* count);
-/* Of the token of this number, as in tide_token. */
+/* Returns the log-probabilities of the token with this number, as in tide_token. */
 TIDE_API const tide_logprob* tide_generation_logprobs(const tide_generation* generation, size_t token, size_t* count);
-/* Of the prompt's token after the one of this number, where option "prompt_logprobs" asks for them. */
+/* Returns those of the prompt's token number `token` + 1, with option "prompt_logprobs"; the first has none. */
 TIDE_API const tide_logprob* tide_generation_prompt_logprobs(const tide_generation* generation, size_t token, size_t* count);
 TIDE_API void tide_generation_free(tide_generation* generation);
 
 /* --- schedulers ---------------------------------------------------------------------------------------------------- */
 
-/* limits: "slots", "prompt_tokens", "waiting", "kv_tokens", "prefix_cache_bytes"; "compaction_threshold": of its batch;
- * "audit_rate", "audit_epsilon": see tide_scheduler_audit. */
+/* Creates a scheduler. limits: "slots", "prompt_tokens", "waiting", "kv_tokens", "prefix_cache_bytes",
+ * "compaction_threshold"; "audit_rate", "audit_epsilon": described at tide_scheduler_audit. */
 TIDE_API tide_status tide_scheduler_create(const tide_engine* engine, const char* limits, tide_scheduler** scheduler);
 
-/* Lets a thread do the steps. Without one whoever reads a request does them, or who calls tide_scheduler_step, which
- * returns 0 when there was nothing to do. */
+/* Starts a thread that runs the steps. Without it they run in the thread that reads a request or calls tide_scheduler_step,
+ * which returns 0 if there was nothing to do. */
 TIDE_API tide_status tide_scheduler_start(tide_scheduler* scheduler);
 TIDE_API int tide_scheduler_step(tide_scheduler* scheduler);
 
-/* Requests without a slot, and with one; bytes in the prefix cache; whether it takes no more requests; whether this thread
- * does a step of it now, so that a hook asks. */
 typedef struct {
-  size_t waiting, running;
+  size_t waiting; /* requests without a slot */
+  size_t running; /* requests with a slot */
   int64_t prefix_cache_bytes;
-  int closed;
-  int in_step;
+  int closed;  /* whether new requests are refused */
+  int in_step; /* whether this thread is running a step, so that a hook is asking */
 } tide_scheduler_state;
 TIDE_API tide_scheduler_state tide_scheduler_describe(const tide_scheduler* scheduler);
 
-/* Of the tokens of mode "exit", a share of audit_rate is chosen, and those that exited are made again at full depth; with
- * audit_epsilon, thresholds are raised when exits change a larger share. The bounds hold at every time at once, for the
- * tokens since thresholds were raised last. TIDE_ENDED: there is no audit. */
+/* Reads the audit: a share audit_rate of the tokens of mode "exit" is chosen, and those that exited are computed again at full
+ * depth; with audit_epsilon, thresholds are raised when exits change a larger share. The bounds hold at all times together,
+ * for the tokens since thresholds were last raised. TIDE_ENDED: there is no audit. */
 typedef struct {
   int64_t audited, checked, different, raises;
   double upper_bound, lower_bound;
@@ -236,11 +236,11 @@ typedef struct {
 TIDE_API tide_status tide_scheduler_audit(const tide_scheduler* scheduler, tide_audit* audit);
 
 /* Writes a byte to a file descriptor, such as a pipe's or an eventfd, whenever requests got tokens or ended, so that an event
- * loop may wait for it. It must not block; it must be open until it is taken out again. */
+ * loop can wait for it. It must not block, and must stay open until tide_scheduler_unwatch. */
 TIDE_API tide_status tide_scheduler_watch(tide_scheduler* scheduler, int descriptor);
 TIDE_API void tide_scheduler_unwatch(tide_scheduler* scheduler, int descriptor);
 
-/* Takes no more requests, and returns when those submitted have ended; drain 0: these are cancelled. */
+/* Refuses new requests and waits until those submitted have ended; drain 0: they are cancelled. */
 TIDE_API void tide_scheduler_close(tide_scheduler* scheduler, int drain);
 TIDE_API void tide_scheduler_free(tide_scheduler* scheduler); /* cancels the requests that have not ended */
 
@@ -249,25 +249,25 @@ TIDE_API void tide_scheduler_free(tide_scheduler* scheduler); /* cancels the req
 TIDE_API tide_status tide_submit(tide_scheduler* scheduler, const int64_t* prompt, size_t count, const char* options,
                                  const tide_hooks* hooks, const double* timeout, tide_request** request);
 
-/* Waits for the next token. After the last it returns TIDE_ENDED, or the error of the request. */
+/* Waits for the next token. After the last one it returns TIDE_ENDED, or the error of the request. */
 TIDE_API tide_status tide_request_next(tide_request* request, tide_token* token);
 
-/* Waits for the end. */
+/* Waits for the end of a request. */
 TIDE_API tide_status tide_request_result(tide_request* request, tide_generation** generation);
 
-/* Waits until there are more tokens than `from`, or the end, or so many seconds have passed. */
+/* Waits until there are more tokens than `from`, the request has ended, or `seconds` have passed. */
 TIDE_API void tide_request_wait(const tide_request* request, size_t from, double seconds);
 
-/* Writes at most `room` ids, from the one of number `from` on, and returns how many. `status`: TIDE_OK while more may come,
- * TIDE_ENDED after the last of them, or the error of the request. */
+/* Writes up to `room` ids, beginning with number `from`, and returns their number. `status`: TIDE_OK while more may follow,
+ * TIDE_ENDED after the last one, or the error of the request. */
 TIDE_API size_t tide_request_read(const tide_request* request, size_t from, int64_t* ids, size_t room,
                                   tide_status* status);
 
-/* What was generated so far; the mode that it is decoded in. */
+/* Return the generation so far, and the mode of decoding. */
 TIDE_API tide_status tide_request_so_far(const tide_request* request, tide_generation** generation);
 TIDE_API const char* tide_request_mode(const tide_request* request);
 
-/* Tokens of the prompt whose K/V came from the prefix cache. */
+/* Returns the number of prompt tokens whose K/V came from the prefix cache. */
 TIDE_API int64_t tide_request_cached_tokens(const tide_request* request);
 
 TIDE_API void tide_request_cancel(tide_request* request); /* before the next step; its tokens so far stay */
@@ -275,54 +275,53 @@ TIDE_API void tide_request_free(tide_request* request);   /* does not cancel it 
 
 /* --- drafting ------------------------------------------------------------------------------------------------------ */
 
-/* Seconds of one draft of the bundle's drafter for each of some sequences that have so many rows, the median of several
- * runs; NaN: there is no drafter that this provider runs. */
+/* Times one draft of the bundle's drafter for each of `sequences` with `rows` tokens, in seconds, the median of several runs;
+ * NaN: there is no drafter that this provider runs. */
 TIDE_API tide_status tide_time_drafter(const tide_engine* engine, size_t rows, size_t sequences, double* seconds);
 
-/* Replays lossless mode on a recorded continuation of a prompt, without a model: what it would have drafted and verified.
- * drafting: a JSON object, as in a manifest, of which "thresholds" are not read. left [positions]: the checkpoint that each
- * position's token leaves at, `checkpoints` if it does not; early [positions, checkpoints] and full [positions]: the tokens
- * of an exit and of full depth. Sets counts [4]: drafted, accepted, and of both those by n-grams; exits [checkpoints]: drafts
- * made at each; runs [positions, 2]: of each verifying run after the first token the tokens that were pending, and the new
- * ones; unused ones are 0. */
+/* Replays lossless mode on a recorded continuation of a prompt, without a model. drafting: a JSON object, as in a manifest;
+ * "thresholds" are not read. left [positions]: the checkpoint at which each position's token exits, `checkpoints` if at none;
+ * early [positions, checkpoints] and full [positions]: the tokens of each exit and of full depth. Sets counts [4]: tokens
+ * drafted, accepted, drafted by n-grams, and accepted of these; exits [checkpoints]: drafts at each; runs [positions, 2]: the
+ * pending and the new tokens of each verifying run after the first token, unused ones 0. */
 TIDE_API tide_status tide_replay(const char* drafting, const int64_t* prompt, size_t count, const int64_t* left,
                                  const int64_t* early, const int64_t* full, size_t positions, size_t checkpoints,
                                  int64_t* counts, int64_t* exits, int64_t* runs);
 
 /* --- stepping by hand ---------------------------------------------------------------------------------------------- */
 
-/* The outcome of a step for the last token of a sequence. The memory is valid until the next step of its sequence or
- * batch. */
+/* The result of a step for the last token of a sequence. The memory is valid until the next step of its sequence or batch. */
 typedef struct {
   const float* logits;  /* [rows, vocabulary], of the last `rows` positions */
-  size_t rows;          /* 1, unless more were asked for and the last segment ran */
+  size_t rows;          /* 1, unless more were requested and the last segment ran */
   size_t vocabulary;
-  int64_t exit_layer;   /* layers the last position's logits went through */
+  int64_t exit_layer;   /* layers before the last position's logits */
   int64_t segments_run; /* segments 0 .. segments_run - 1 ran in this step */
   const float* scores;  /* [checkpoints], NaN where the router was not reached or is off; NULL in a batch */
 } tide_step;
 
-/* An empty sequence. thresholds: one per checkpoint; above 1 turns it off. max_pending: pending tokens before a segment must
- * run; -1: the bundle's. A call that fails changes nothing. */
+/* Creates an empty sequence; a call on it that fails changes nothing. thresholds: one per checkpoint; above 1: off.
+ * max_pending: pending tokens before a segment must run; -1: the bundle's. adapter: the name of one that the bundle was loaded
+ * with; NULL: none. */
 TIDE_API tide_status tide_sequence_create(const tide_engine* engine, const double* thresholds, size_t count,
-                                          int64_t max_pending, tide_sequence** sequence);
-/* Adds tokens. logits_to_keep: number of last positions to return logits for where the last segment runs. full: runs every
- * segment and lets nothing exit. */
+                                          int64_t max_pending, const char* adapter, tide_sequence** sequence);
+/* Adds tokens. logits_to_keep: number of last positions to return logits for if the last segment runs. full: run every segment
+ * and let no token exit. */
 TIDE_API tide_status tide_sequence_step(tide_sequence* sequence, const int64_t* ids, size_t count, int64_t logits_to_keep,
                                         int full, tide_step* result);
 TIDE_API tide_status tide_sequence_rewind(tide_sequence* sequence, int64_t length); /* removes all tokens after these */
 TIDE_API tide_status tide_sequence_set_thresholds(tide_sequence* sequence, const double* thresholds, size_t count);
-/* By segment: tokens in its K/V, and tokens that it has run over. */
+/* Writes, for each segment, the tokens in its K/V and the tokens that it has run over. */
 TIDE_API void tide_sequence_lengths(const tide_sequence* sequence, int64_t* lengths, int64_t* computed);
 TIDE_API void tide_sequence_free(tide_sequence* sequence);
 
 /* Chooses a token from logits [vocabulary] as a generation with these options does ("temperature", "top_k", "top_p", "min_p",
- * "seed"): the one at `position` of its sequence, the prompt's first token being at 0. */
+ * "seed"). position: index of the token in its sequence; the prompt's first token is 0. */
 TIDE_API tide_status tide_sample(const char* options, int64_t position, const float* logits, size_t vocabulary,
                                  int64_t* token);
 
-/* One sequence's part of a step of a batch. logits_to_keep: as above, and the result is then that of full depth; 0: the
- * sequence has its own exit, whatever runs for others. */
+/* One sequence's part of a batch step. logits_to_keep: as in tide_sequence_step, and the result is then that of full depth; 0:
+ * the result is that of the token's exit. */
 typedef struct {
   size_t slot;
   const int64_t* ids;
@@ -331,15 +330,15 @@ typedef struct {
   int full;
 } tide_slot_step;
 
-/* An empty batch. compaction_threshold: when a smaller share of the sequences in a step than this needs a segment, only those
- * run it. slots: no more than tide_max_batch_size are taken. */
+/* Creates an empty batch. compaction_threshold: if a smaller share of a step's sequences needs a segment, only those run it.
+ * slots: at most tide_max_batch_size. */
 TIDE_API tide_status tide_batch_create(const tide_engine* engine, double compaction_threshold, int64_t slots,
                                        tide_batch** batch);
 TIDE_API size_t tide_batch_free_slots(const tide_batch* batch);
 TIDE_API tide_status tide_batch_join(tide_batch* batch, const double* thresholds, size_t count, int64_t max_pending,
-                                     size_t* slot);
+                                     const char* adapter, size_t* slot);
 TIDE_API tide_status tide_batch_leave(tide_batch* batch, size_t slot);
-/* Runs `count` parts, by ascending slots; `results` [count] are in their order. */
+/* Runs `count` parts, by ascending slots; `results` [count] have the same order. */
 TIDE_API tide_status tide_batch_step(tide_batch* batch, const tide_slot_step* parts, size_t count, tide_step* results);
 TIDE_API tide_status tide_batch_rewind(tide_batch* batch, size_t slot, int64_t length);
 TIDE_API tide_status tide_batch_lengths(const tide_batch* batch, size_t slot, int64_t* lengths, int64_t* computed);

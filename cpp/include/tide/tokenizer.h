@@ -1,5 +1,5 @@
-// Converts between text and token ids. Needs a library with the C binding of Hugging Face's tokenizers, which is opened
-// when a tokenizer is: docs/guide/cpp.md says which there are.
+// Converts between text and token ids. Needs a library with the C binding of Hugging Face's tokenizers
+// (docs/guide/cpp.md), which is opened with the first tokenizer.
 #pragma once
 
 #include <cstddef>
@@ -11,22 +11,22 @@
 
 namespace tide {
 
-// The text (UTF-8) of token ids, without special tokens; bytes that are no complete character as U+FFFD. A `Tokenizer`
-// is one, as is any function of a tokenizer of your own.
+// Returns the text (UTF-8) of token ids, without special tokens, and with U+FFFD for bytes of an incomplete character. A
+// `Tokenizer` is one; any other function may be given.
 using Detokenizer = std::function<std::string(std::vector<std::int64_t> const& ids)>;
 
-// A bundle's tokenizer.json, of `Engine::tokenizer`. Copies share it. May be used by several threads at once.
+// A bundle's tokenizer, opened by `Engine::tokenizer`. Copies share it. May be used by several threads at once.
 class Tokenizer {
  public:
-  // Internal: what runs it.
+  // Internal: the opened library.
   class Library;
   explicit Tokenizer(std::shared_ptr<Library> library) : library_(std::move(library)) {}
 
-  // Token ids of `text`, with the special tokens that the model puts around a prompt unless `special_tokens` is false.
-  // Throws GenerationError: it is not valid UTF-8.
+  // Returns the token ids of `text`, by default with the special tokens that the model puts around a prompt. Throws
+  // GenerationError: the text is not valid UTF-8.
   std::vector<std::int64_t> encode(std::string const& text, bool special_tokens = true) const;
 
-  // Text of token ids, with special tokens only if `special_tokens`.
+  // Returns the text of token ids, by default without special tokens.
   std::string decode(std::vector<std::int64_t> const& ids, bool special_tokens = false) const;
 
   std::string operator()(std::vector<std::int64_t> const& ids) const { return decode(ids); }
@@ -37,16 +37,16 @@ class Tokenizer {
 
 // Converts token ids to text as they arrive. A token may end in the middle of a character, and a tokenizer may spell a
 // token differently after another one; so each piece is the difference between two decodings of a short window, and text
-// that still ends in an incomplete character waits for the next token. The pieces joined are the text after the prompt's.
+// that ends in an incomplete character waits for the next token. The pieces joined are the text that follows the prompt.
 class TextStream {
  public:
-  // Nothing came after `prompt` yet.
+  // Starts after `prompt`.
   TextStream(Detokenizer decode, std::vector<std::int64_t> prompt);
 
-  // The text that a token completes, often "" in the middle of a character.
+  // Returns the text that a token completes, often "" in the middle of a character.
   std::string push(std::int64_t token);
 
-  // What is left when the tokens end; bytes of an incomplete character come out as U+FFFD.
+  // Returns the remaining text when the tokens end; bytes of an incomplete character become U+FFFD.
   std::string finish() const;
 
  private:
@@ -54,7 +54,7 @@ class TextStream {
 
   Detokenizer decode_;
   std::vector<std::int64_t> ids_;
-  std::size_t start_, shown_;  // ids_[start_:shown_] were returned; they give the context
+  std::size_t start_, shown_;  // ids_[start_:shown_] were returned; they are the context of the next token
 };
 
 }  // namespace tide

@@ -1,4 +1,4 @@
-// Parses and checks the field `drafter` of tide.json: what a runtime needs to know of a bundle's drafter.
+// Parses and checks the field `drafter` of tide.json.
 #pragma once
 
 #include <optional>

@@ -1,5 +1,5 @@
-// Reads values of JSON strictly: every field there and of its type. Accepts and refuses the same as
-// tide_export/bundle/strict_json.py, in the same order and with the same sentences.
+// Reads JSON fields strictly: each must be present and of its type. Accepts and refuses the same texts as
+// tide_export/bundle/strict_json.py, in the same order and with the same messages.
 #pragma once
 
 #include <cstdint>

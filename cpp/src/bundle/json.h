@@ -1,5 +1,5 @@
-// Reads JSON strictly: UTF-8 without a byte order mark, every number finite, nested kMaxDepth deep at most, nothing after
-// the value. Whole numbers of more than 64 bits are floats.
+// Parses JSON strictly: UTF-8 without a byte order mark, finite numbers, at most kMaxDepth levels, nothing after the value.
+// Integers of more than 64 bits become floats.
 #pragma once
 
 #include <cstddef>

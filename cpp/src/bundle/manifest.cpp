@@ -195,6 +195,8 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   check_model(model, require);
   require((!manifest.propagates() && !manifest.networks) || model.states.empty(), "model.states",
           "are for exact K/V and target onnxruntime alone");
+  require((!manifest.propagates() && !manifest.networks) || !model.lora, "model.lora",
+          "is for exact K/V and target onnxruntime alone");
   for (std::size_t i = 1; i < points.size(); ++i) {
     require(points[i - 1] < points[i], "checkpoints", "must be distinct and ascending");
   }

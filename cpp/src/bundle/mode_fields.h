@@ -1,4 +1,4 @@
-// Parses and checks the fields `drafting` and `auto` of tide.json: how lossless mode drafts, and what mode auto is.
+// Parses and checks the fields `drafting` and `auto` of tide.json.
 #pragma once
 
 #include <functional>

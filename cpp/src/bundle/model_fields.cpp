@@ -11,8 +11,8 @@ namespace tide {
 
 ModelInfo model_of(Field const& field) {
   field.object({"name", "architecture", "weights_sha256", "num_layers", "hidden_size", "vocab_size", "context_length",
-                "eos_token_ids", "kv_shapes", "kv_layers", "states"},
-               {"kv_layers", "states"});
+                "eos_token_ids", "kv_shapes", "kv_layers", "states", "lora"},
+               {"kv_layers", "states", "lora"});
   ModelInfo model;
   model.name = field["name"].text();
   model.architecture = field["architecture"].text();
@@ -37,6 +37,15 @@ ModelInfo model_of(Field const& field) {
       entry.object({"layer", "number", "shape", "undo"});
       return ModelInfo::State{entry["layer"].whole(), entry["number"].whole(), entry["shape"].wholes(), entry["undo"].whole()};
     });
+  }
+  if (field.has("lora") && !field["lora"].is_null()) {
+    Field const lora = field["lora"];
+    lora.object({"rank", "targets"});
+    model.lora = ModelInfo::Lora{lora["rank"].whole(), lora["targets"].list<ModelInfo::Lora::Target>([](Field const& entry) {
+      entry.object({"name", "layer", "inputs", "outputs"});
+      return ModelInfo::Lora::Target{entry["name"].text(), entry["layer"].whole(), entry["inputs"].whole(),
+                                     entry["outputs"].whole()};
+    })};
   }
   return model;
 }
@@ -81,6 +90,18 @@ void check_model(ModelInfo const& model, Require const& require) {
   require(all(states, [&](auto const& one) {
             return !one.shape.empty() && all(one.shape, [](std::int64_t size) { return size >= 1; });
           }), "model.states", "holds a size below 1, or no shape");
+  if (!model.lora) return;
+  require(model.lora->rank >= 1, "model.lora.rank", "must be 1 or more");
+  require(all(model.lora->targets, [&](auto const& one) { return 0 <= one.layer && one.layer < model.num_layers; }),
+          "model.lora.targets", "holds no layer of the model");
+  require(all(model.lora->targets, [](auto const& one) { return one.inputs >= 1 && one.outputs >= 1; }),
+          "model.lora.targets", "holds a size below 1");
+}
+
+std::int64_t ModelInfo::Lora::size() const {
+  std::int64_t numbers = 0;
+  for (Target const& target : targets) numbers += rank * (target.inputs + target.outputs);
+  return numbers;
 }
 
 std::int64_t ModelInfo::undo() const {

@@ -1,4 +1,4 @@
-// Parses and checks the field `model` of tide.json: what a runtime needs to know of the source model.
+// Parses and checks the field `model` of tide.json.
 #pragma once
 
 #include "bundle/fields.h"

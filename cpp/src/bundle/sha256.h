@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4), to check a bundle's files without linking a cryptography library.
+// Computes SHA-256 (FIPS 180-4), so that a bundle's files are checked without a cryptography library.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// Opens the bundle on disk: reads its manifest, checks its files and holds them open. An engine reads some files long
-// after that: the networks for batches when the first list of prompts comes. It reads them from the descriptors, so
-// that replacing, moving or deleting the folder has no effect on it.
+// Opens a bundle: reads its manifest, checks its files and holds them open. An engine reads some files much later, such as
+// the batch networks for the first list of prompts. It reads them from the descriptors, so replacing, moving or deleting
+// the folder has no effect on it.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,4 @@
-// The user's folder for what may be deleted at any time: it is then verified or compiled again. The Python package's too
-// (tide_export/files.py).
+// Finds the user's cache folder, the one that tide_export/common/files.py uses. Its files may be deleted at any time.
 #pragma once
 
 #include <filesystem>

@@ -1,9 +1,8 @@
-// Verifies the files of an open bundle while an engine is made of it, and remembers large ones that it verified.
+// Verifies the files of an open bundle while its engine opens, and remembers verified large files.
 //
-// Hashing the weights takes longer than mapping them. So a thread hashes large files meanwhile, and a file that this user
-// verified before is not hashed again: it is the same inode with the same size and times. Its time of change (ctime) cannot
-// be set back, so that copies, edits and restored files are hashed. The newest notes are kept; a file whose note is gone is
-// hashed again.
+// Hashing the weights takes longer than mapping them. So a thread hashes large files in the background, and a file that this
+// user has verified is not hashed again while it is the same inode with the same size and times. Its time of change (ctime)
+// cannot be set back, so copies, edited and restored files are hashed. Only the newest records are kept.
 #pragma once
 
 #include <future>

@@ -1,4 +1,4 @@
-// What the functions of the C interface share: its objects, and how an exception becomes a status.
+// Defines the objects of the C interface, and converts exceptions to statuses.
 #pragma once
 
 #include <algorithm>

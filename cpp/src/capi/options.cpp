@@ -68,6 +68,9 @@ OpenOptions open_options(char const* text) {
       {"plugins", [&](Field const& field) { options.load.plugins = field.text(); }},
       {"device", [&](Field const& field) { options.load.device = field.whole(); }},
       {"onnxruntime", [&](Field const& field) { options.load.onnxruntime = field.text(); }},
+      {"adapters", [&](Field const& field) {
+         for (auto const& [name, folder] : field.entries()) options.load.adapters[name] = folder.text();
+       }},
       {"graph", [&](Field const& field) { options.load.graph = field.text(); }},
       {"tokenizers", [&](Field const& field) { options.tokenizers = field.text(); }},
   });
@@ -85,6 +88,7 @@ GenerationConfig generation_config(char const* text, std::function<Detokenizer()
       {"max_pending", [&](Field const& field) { config.max_pending = field.whole(); }},
       {"prompt_lookup", [&](Field const& field) { config.prompt_lookup = field.whole(); }},
       {"drafter", [&](Field const& field) { config.drafter = field.whole(); }},
+      {"adapter", [&](Field const& field) { config.adapter = field.text(); }},
       {"states", [&](Field const& field) { config.states = field.boolean(); }},
       {"temperature", [&](Field const& field) { config.temperature = field.real(); }},
       {"top_k", [&](Field const& field) { config.top_k = field.whole(); }},

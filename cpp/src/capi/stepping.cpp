@@ -21,12 +21,16 @@ std::optional<std::int64_t> given(std::int64_t max_pending) {
   return max_pending < 0 ? std::nullopt : std::optional(max_pending);
 }
 
+std::optional<std::string> named(char const* adapter) {
+  return adapter == nullptr ? std::nullopt : std::optional<std::string>(adapter);
+}
+
 }  // namespace
 
 tide_status tide_sequence_create(tide_engine const* engine, double const* thresholds, std::size_t count,
-                                 std::int64_t max_pending, tide_sequence** sequence) {
+                                 std::int64_t max_pending, char const* adapter, tide_sequence** sequence) {
   return create(sequence, [&] {
-    return tide_sequence{engine->engine.start(vector_of(thresholds, count), given(max_pending))};
+    return tide_sequence{engine->engine.start(vector_of(thresholds, count), given(max_pending), named(adapter))};
   });
 }
 
@@ -74,8 +78,8 @@ tide_status tide_batch_create(tide_engine const* engine, double compaction_thres
 std::size_t tide_batch_free_slots(tide_batch const* batch) { return batch->batch.free_slots(); }
 
 tide_status tide_batch_join(tide_batch* batch, double const* thresholds, std::size_t count, std::int64_t max_pending,
-                            std::size_t* slot) {
-  return guarded([&] { *slot = batch->batch.join(vector_of(thresholds, count), max_pending); });
+                            char const* adapter, std::size_t* slot) {
+  return guarded([&] { *slot = batch->batch.join(vector_of(thresholds, count), max_pending, named(adapter)); });
 }
 
 tide_status tide_batch_leave(tide_batch* batch, std::size_t slot) {

@@ -1,4 +1,4 @@
-// What drafts of one sequence gain and cost, by what verification showed before in it.
+// Estimates the gain and cost of a sequence's drafts from its earlier verifications.
 #pragma once
 
 #include <array>

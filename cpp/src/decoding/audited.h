@@ -1,9 +1,8 @@
-// Mode `exit` with some of its tokens made again at full depth: what `Audit` counts.
+// Decodes in mode `exit`, and computes chosen tokens again at full depth for `Audit` to count.
 //
-// A token that is chosen and exited is made as ever. Then its position is undone and run again through every segment, and the
-// positions that are pending before it get their deep K/V in the same run, sooner than they would have. So the tokens that
-// follow are those without an audit. No check waits for a catch-up, which comes sooner after some tokens than after others,
-// and for the last ones never: every token has the same chance to be checked.
+// If a chosen token exited, its position is then undone and run again through every segment, and the positions pending before
+// it get their deep K/V in the same run, earlier than they would have. So later tokens are those without an audit. Waiting for
+// a regular catch-up instead would check some tokens more often than others, and the last ones never.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
-// Decides which sequences of a step run through a segment: one rule for every engine (docs/architecture/lazy-depth.md), on the
-// host and, compiled for it, on a GPU.
+// Decides which sequences of a step run a segment: one rule for every engine (docs/architecture/lazy-depth.md), on the host
+// and on a GPU.
 #pragma once
 
 #include <cstddef>

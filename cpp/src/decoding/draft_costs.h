@@ -1,4 +1,4 @@
-// What drafting and verifying cost one of several sequences that are decoded together.
+// Computes what drafting and verifying cost one of several sequences that are decoded together.
 #pragma once
 
 #include <cstddef>

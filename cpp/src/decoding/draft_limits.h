@@ -1,4 +1,4 @@
-// How far lossless mode drafts: the settings of a bundle or a request, checked, and the defaults.
+// Checks the draft limits of a bundle or a request for lossless mode, and fills in the defaults.
 #pragma once
 
 #include <cstdint>

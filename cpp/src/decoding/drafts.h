@@ -1,4 +1,4 @@
-// What a decoder and a drafter say to each other: rows to run, and the logits and state of the last one.
+// Declares the interface of a decoder and a drafter: rows to run, and the logits and state of the last one.
 #pragma once
 
 #include <cstddef>

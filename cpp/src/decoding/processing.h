@@ -1,7 +1,6 @@
-// Changes the logits of one sequence before a token is chosen from them, by the tokens that it has so far. The order is: the
-// logits_processor; the repetition penalty, over the tokens of the prompt and those generated, as transformers; the frequency
-// and then the presence penalty, over those generated, as vLLM and OpenAI; logit_bias. All arithmetic is in float32, each
-// step rounded.
+// Changes the logits of one sequence before a token is chosen, in this order: logits_processor; the repetition penalty, over
+// prompt and generated tokens, as in transformers; the frequency and then the presence penalty, over generated tokens, as in
+// vLLM and OpenAI's API; logit_bias. All arithmetic is in float32, rounded after each step.
 #pragma once
 
 #include <cstdint>

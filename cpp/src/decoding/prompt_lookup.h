@@ -1,4 +1,4 @@
-// Prompt lookup decoding: drafts the tokens that followed an earlier occurrence of the text's last n-gram.
+// Drafts by prompt lookup: the tokens that followed an earlier occurrence of the text's last n-gram.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// The log-probabilities of a prompt's own tokens.
+// Computes the log-probabilities of a prompt's tokens.
 #pragma once
 
 #include <cstdint>

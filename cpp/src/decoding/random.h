@@ -1,6 +1,6 @@
-// The random numbers of sampling: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
-// 3", SC 2011). They depend on a key and a counter alone, so that a number can be made again, by whoever knows its seed, its
-// position in the sequence and its token: drafts share the noise of the verifying run, and C++, C and Python draw the same.
+// Generates the random numbers of sampling: Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
+// 1, 2, 3", SC 2011). A number depends only on the seed, the position in the sequence and the token, so drafts share the noise
+// of the verifying run, and C++, C and Python draw the same numbers.
 #pragma once
 
 #include <algorithm>

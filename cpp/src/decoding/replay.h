@@ -1,6 +1,5 @@
-// Replays lossless mode on a recorded text, without a model: `tide-export tune` chooses how to draft with it. What follows a
-// wrong draft is not recorded; the replay takes what was recorded of the right text there, which only affects how much is
-// drafted in vain.
+// Replays lossless mode on a recorded text, without a model, for `tide-export tune`. After a wrong draft nothing was recorded;
+// the replay uses the record of the right text there, which only affects how much is drafted in vain.
 #pragma once
 
 #include <cstdint>

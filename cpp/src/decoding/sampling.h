@@ -1,9 +1,9 @@
-// Chooses the next token from logits. First `LogitsProcessing` changes them, where an option asks for it. Then the most
-// likely token is taken, or one is drawn after temperature, top-k, min-p and top-p: min-p keeps the tokens whose probability
-// is at least `min_p` times the largest, and top-p counts the probabilities of what top-k and min-p keep, as vLLM V1 does.
+// Chooses the next token from logits. `LogitsProcessing` changes them first. Then the most likely token is taken, or one is
+// drawn after temperature, top-k, min-p and top-p: min-p keeps the tokens whose probability is at least `min_p` times the
+// largest, and top-p sums the probabilities that top-k and min-p keep, as in vLLM V1.
 //
 // A draw is argmax(logit / T + Gumbel noise) over the tokens that are kept (`GumbelNoise`): it depends on the seed, the
-// position and the logits, on nothing that was drawn before.
+// position and the logits, not on earlier draws.
 #pragma once
 
 #include <cstdint>

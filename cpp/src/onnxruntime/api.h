@@ -1,5 +1,5 @@
-// ONNX Runtime's C interface as objects that free themselves: what sessions and bindings need, under the names of ONNX
-// Runtime's own C++ interface. The library is opened when the first of these objects is made.
+// Wraps ONNX Runtime's C interface in objects that free themselves, under the names of its C++ interface. The library is
+// opened when the first of them is created.
 #pragma once
 
 #include <filesystem>

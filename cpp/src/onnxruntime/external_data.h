@@ -1,5 +1,5 @@
-// Finds the weights that a network keeps in another file, so that a session gets them from memory, not by a path. Reads
-// just these fields of onnx.proto from the protobuf wire format.
+// Finds a network's external weights, so that a session reads them from memory instead of a path. Parses only these fields of
+// onnx.proto from the protobuf wire format.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,5 @@
-// The functions of ONNX Runtime's C interface that the runtime calls, by their position in its table, so that it compiles
-// with a compiler alone: the wheel of ONNX Runtime has no headers. The table, in onnxruntime_c_api.h, only grows:
-// positions do not change.
+// Declares the functions of ONNX Runtime's C interface that the runtime calls, by their positions in its table, because the
+// wheel of ONNX Runtime has no headers. The table, in onnxruntime_c_api.h, only grows: positions do not change.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The operators of cpp/ops, which are part of this library.
+// Registers the operators of cpp/ops, which are part of this library.
 #pragma once
 
 #include "onnxruntime/api.h"

@@ -1,5 +1,5 @@
-// The segment networks on ONNX Runtime: on CUDA, which is provider "cuda", and on the CPU, a reference for TensorRT's
-// engines and for the tests of segmented/, which no provider uses: the branched graph does the same with less work.
+// Runs the segment networks in ONNX Runtime: on CUDA (provider "cuda"), and on the CPU as a reference for TensorRT's engines
+// and for tests; on the CPU the step graph is faster.
 #pragma once
 
 #include <memory>

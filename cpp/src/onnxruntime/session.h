@@ -1,4 +1,4 @@
-// Opens ONNX Runtime sessions and runs them on memory of the caller.
+// Opens ONNX Runtime sessions and runs them on the caller's memory.
 #pragma once
 
 #include "onnxruntime/api.h"

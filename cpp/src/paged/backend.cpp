@@ -38,9 +38,10 @@ NetworkSpec graph_spec(Manifest const& manifest, std::int64_t exit_size) {
   std::vector<std::size_t> const layers = model.kv_read(0, model.kv_shapes.size());
   add_pages(spec, manifest, layers, layers);
   add_states(spec, manifest, states_of(manifest, {0, model.kv_shapes.size()}));
+  add_adapters(spec, manifest, {0, model.kv_shapes.size()});
   for (Tensor& tensor : spec.tensors) {  // of one sequence
     bool const of_sequences = tensor.name == names::kSequenceLengths || tensor.name == names::kPageTable;
-    if (of_sequences || tensor.name == names::kStatePlaces) tensor.shape[0] = 1;
+    if (of_sequences || tensor.name == names::kStatePlaces || tensor.name == names::kAdapters) tensor.shape[0] = 1;
   }
   return spec;
 }
@@ -67,13 +68,14 @@ void check_metadata(Ort::Session const& session, Manifest const& manifest, std::
 // A sequence that is stepped on its own.
 class GraphSequence final : public Sequence {
  public:
-  GraphSequence(Ort::Session& session, Manifest const& manifest, PagePool& pool, ExitRule rule)
-      : sequence_(manifest, pool, std::move(rule)), graph_(session, manifest, pool), limit_(context_of(manifest)) {}
+  GraphSequence(Ort::Session& session, Manifest const& manifest, PagePool& pool, Adapters const& adapters, ExitRule rule)
+      : sequence_(manifest, pool, std::move(rule)), graph_(session, manifest, pool, adapters), limit_(context_of(manifest)) {}
 
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t, std::int64_t logits_to_keep,
                   bool full) override {
     sequence_.states = states;
     sequence_.settled = settled;
+    sequence_.adapter = adapter;
     return graph_.step(sequence_, ids, count, logits_to_keep, full);
   }
   void rewind(std::int64_t length) override { sequence_.rewind(length); }
@@ -90,8 +92,9 @@ class GraphSequence final : public Sequence {
 
 }  // namespace
 
-PagedBackend::PagedBackend(Bundle opened, std::optional<std::int64_t> threads, std::string const* replacement)
-    : Backend(std::move(opened), "cpu"), pool_(manifest()), batch_networks_(bundle(), threads), threads_(threads) {
+PagedBackend::PagedBackend(Bundle opened, std::optional<std::int64_t> threads, AdapterFolders const& adapters,
+                           std::string const* replacement)
+    : Backend(std::move(opened), "cpu"), adapters_(bundle(), adapters), pool_(manifest()), batch_networks_(bundle(), threads), threads_(threads) {
   env_ = Ort::Env("tide");
   std::filesystem::path const graph = bundle().file(kGraphFile).path();
   session_ = load_network(env_, bundle(), kGraphFile, threads, kWeightsFile, std::nullopt, replacement);
@@ -107,7 +110,7 @@ PagedBackend::PagedBackend(Bundle opened, std::optional<std::int64_t> threads, s
 
 std::unique_ptr<Sequence> PagedBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending) {
   bundle().check_weights();
-  return std::make_unique<GraphSequence>(session_, manifest(), pool_, ExitRule{thresholds, max_pending});
+  return std::make_unique<GraphSequence>(session_, manifest(), pool_, adapters_, ExitRule{thresholds, max_pending});
 }
 
 std::unique_ptr<Drafts> PagedBackend::start_drafts(std::size_t slots) {
@@ -124,7 +127,8 @@ std::unique_ptr<Batch> PagedBackend::start_batch(double compaction_threshold, st
   std::shared_ptr<BatchSessions> sessions = batch_networks_.sessions();
   slots = std::min(slots, max_batch_size());
   return or_generation_error("cannot start a batch", [&] {
-    return std::make_unique<PagedBatch>(std::move(sessions), session_, manifest(), pool_, compaction_threshold, slots);
+    return std::make_unique<PagedBatch>(std::move(sessions), session_, manifest(), pool_, adapters_, compaction_threshold,
+                                        slots);
   });
 }
 

@@ -1,10 +1,11 @@
-// ONNX Runtime on the CPU: the step graph for one sequence, the batch networks for several, and the pool of their K/V.
+// Runs ONNX Runtime on the CPU: the step graph for one sequence, the batch networks for several, and the pool of their K/V.
 #pragma once
 
 #include "onnxruntime/session.h"
 #include <mutex>
 #include <optional>
 
+#include "paged/adapters.h"
 #include "paged/drafter.h"
 #include "paged/networks.h"
 #include "paged/pool.h"
@@ -16,8 +17,11 @@ class PagedBackend final : public Backend {
  public:
   // Loads the graph; `threads` are checked. Throws BundleError: the graph does not load, or its inputs and outputs do
   // not match the manifest. ProviderError: ONNX Runtime is missing or too old. GenerationError: no memory can be
-  // reserved. replacement: as of `load_network`.
-  PagedBackend(Bundle bundle, std::optional<std::int64_t> threads, std::string const* replacement = nullptr);
+  // reserved. ConfigError: an adapter cannot be used. replacement: as of `load_network`.
+  PagedBackend(Bundle bundle, std::optional<std::int64_t> threads, AdapterFolders const& adapters,
+               std::string const* replacement = nullptr);
+
+  std::int64_t adapter(std::string const& name) const override { return adapters_.row(name); }
 
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending) override;
 
@@ -28,6 +32,7 @@ class PagedBackend final : public Backend {
 
  private:
   ReturnsFreeMemory returns_free_memory_;
+  Adapters const adapters_;
   PagePool pool_;
   Ort::Env env_{nullptr};
   NetworkSession session_;

@@ -10,7 +10,7 @@
 namespace tide {
 
 PagedBatch::PagedBatch(std::shared_ptr<BatchSessions> sessions, Ort::Session& graph, Manifest const& manifest,
-                       PagePool& pool, double compaction_threshold, std::size_t slots)
+                       PagePool& pool, Adapters const& adapters, double compaction_threshold, std::size_t slots)
     : sessions_(std::move(sessions)),
       manifest_(manifest),
       pool_(pool),
@@ -18,13 +18,15 @@ PagedBatch::PagedBatch(std::shared_ptr<BatchSessions> sessions, Ort::Session& gr
       compaction_threshold_(propagates_ ? 1 : compaction_threshold),
       depths_(manifest.depths()),
       hidden_size_(static_cast<std::size_t>(manifest.model.hidden_size)),
-      graph_(graph, manifest, pool),
+      graph_(graph, manifest, pool, adapters),
       sequences_(slots) {
   for (std::size_t slot = slots; slot > 0; --slot) free_.push_back(slot - 1);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
-    segments_.push_back(std::make_unique<NetworkRun>(*sessions_, manifest, pool, k, false));
+    segments_.push_back(std::make_unique<NetworkRun>(*sessions_, manifest, pool, adapters, k, false));
   }
-  for (auto const& [k, session] : sessions_->skipped) skipped_.try_emplace(k, *sessions_, manifest, pool, k, true);
+  for (auto const& [k, session] : sessions_->skipped) {
+    skipped_.try_emplace(k, *sessions_, manifest, pool, adapters, k, true);
+  }
 }
 
 std::size_t PagedBatch::join(std::vector<double> const& thresholds, std::int64_t max_pending) {

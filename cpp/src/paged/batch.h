@@ -1,5 +1,5 @@
 // Steps several sequences at once: after every segment it decides, by decoding/depth_rule.h, which of them run the next.
-// Where K/V are propagated, the others get the keys and values that its layers make of the states they exited with.
+// Where K/V are propagated, the others get the keys and values that its layers compute from the states they exited with.
 #pragma once
 
 #include <map>
@@ -22,7 +22,7 @@ class PagedBatch final : public Batch {
   //     pending tokens run it. Ignored where K/V are propagated.
   // graph: the step graph, on which one sequence runs faster than on `sessions`.
   PagedBatch(std::shared_ptr<BatchSessions> sessions, Ort::Session& graph, Manifest const& manifest, PagePool& pool,
-             double compaction_threshold, std::size_t slots);
+             Adapters const& adapters, double compaction_threshold, std::size_t slots);
 
   std::size_t free_slots() const override { return free_.size(); }
   std::int64_t max_tokens() const override { return pool_.max_tokens(); }

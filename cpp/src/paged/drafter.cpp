@@ -31,7 +31,7 @@ DrafterNetwork::DrafterNetwork(Bundle const& bundle, std::optional<std::int64_t>
 PagedDrafts::PagedDrafts(DrafterNetwork& network, std::size_t slots)
     : network_(network),
       binding_(network.session_),
-      pages_(binding_, network.manifest_, *network.pool_, {0}, {0}, {}),
+      pages_(binding_, network.manifest_, *network.pool_, {0}, {0}, {}, nullptr),
       sequences_(slots) {}
 
 std::vector<DraftResult> PagedDrafts::run(std::vector<SlotDraft> const& drafts) {

@@ -1,5 +1,5 @@
-// A bundle's drafter: a small network that proposes the next token from the last token and the model's final state before it
-// (tide_export/routers/drafter.py has its formula). It has K/V of its own, in pages as the model's.
+// Runs a bundle's drafter, a small network that proposes the next token from the last token and the final hidden state before
+// it (formula: tide_export/routers/drafter.py). Its K/V are in separate pages.
 #pragma once
 
 #include <memory>

@@ -28,6 +28,7 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::int64_t e
   Layers const layers = layers_of(manifest, k);
   add_pages(spec, manifest, manifest.model.kv_read(layers.first, layers.count), kv_written(manifest, k));
   add_states(spec, manifest, states_of(manifest, layers));
+  add_adapters(spec, manifest, layers);
   return spec;
 }
 
@@ -75,6 +76,21 @@ std::vector<std::size_t> states_of(Manifest const& manifest, Layers const& layer
     if (layers.first <= layer && layer < layers.first + layers.count) numbers.push_back(i);
   }
   return numbers;
+}
+
+bool adapts(Manifest const& manifest, Layers const& layers) {
+  if (!manifest.model.lora) return false;
+  auto const& targets = manifest.model.lora->targets;
+  return std::any_of(targets.begin(), targets.end(), [&](auto const& target) {
+    auto const layer = static_cast<std::size_t>(target.layer);
+    return layers.first <= layer && layer < layers.first + layers.count;
+  });
+}
+
+void add_adapters(NetworkSpec& spec, Manifest const& manifest, Layers const& layers) {
+  if (!adapts(manifest, layers)) return;
+  spec.tensors.push_back({names::kLoraWeights, true, "float32", {kTokens, manifest.model.lora->size()}});
+  spec.tensors.push_back({names::kAdapters, true, "int64", {kTokens}});
 }
 
 void add_states(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& numbers) {

@@ -1,5 +1,5 @@
-// The batch networks as ONNX Runtime sessions, opened when a batch is first requested: they hold another copy of the
-// weights that ONNX Runtime packs for each session.
+// Holds the batch networks as ONNX Runtime sessions, opened when a batch is first requested, because each session packs
+// another copy of the weights.
 #pragma once
 
 #include <map>
@@ -28,6 +28,12 @@ std::int64_t last_dimension(std::vector<Tensor> const& tensors, char const* name
 
 // Numbers of the recurrent states of the model that are of these layers.
 std::vector<std::size_t> states_of(Manifest const& manifest, Layers const& layers);
+
+// Whether adapters may change what one of these layers computes.
+bool adapts(Manifest const& manifest, Layers const& layers);
+
+// Adds the inputs by which a network of these layers finds the adapters of sequences to a specification.
+void add_adapters(NetworkSpec& spec, Manifest const& manifest, Layers const& layers);
 
 // Adds the recurrent states of these numbers to a specification, as inputs and outputs.
 void add_states(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& numbers);

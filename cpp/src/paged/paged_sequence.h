@@ -1,5 +1,5 @@
-// One sequence: its page table, place for recurrent states, pending states before each segment, and lengths. It has no
-// bindings: the step graph and the segment networks run it alike.
+// Holds one sequence: its page table, slot for recurrent states, pending states before each segment, and lengths. It has no
+// bindings: the step graph and the batch networks both run it.
 #pragma once
 
 #include <cstdint>

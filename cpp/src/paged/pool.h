@@ -1,6 +1,5 @@
-// Memory that sequences and prefix caches take and give back: pages of K/V, and places for recurrent states. One reservation
-// of address space holds all of one kind; the system provides memory for a page or place when it is first written, so that
-// nothing is ever moved.
+// Allocates memory for sequences and prefix caches: pages of K/V, and slots for recurrent states. One reservation of address
+// space holds all of one kind; the system provides memory for a page or slot when it is first written, so nothing is moved.
 #pragma once
 
 #include "onnxruntime/api.h"

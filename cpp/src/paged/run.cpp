@@ -26,8 +26,9 @@ std::vector<std::size_t> layers_read(Manifest const& manifest, std::size_t k, bo
 
 PageBindings::PageBindings(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
                            std::vector<std::size_t> const& read, std::vector<std::size_t> const& written,
-                           std::vector<std::size_t> const& states)
-    : binding_(binding), has_states_(!states.empty()) {
+                           std::vector<std::size_t> const& states, Adapters const* adapters)
+    : binding_(binding), has_states_(!states.empty()), has_adapters_(adapters != nullptr) {
+  if (has_adapters_) binding_.BindInput(names::kLoraWeights, adapters->tensor());
   for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
     char const* const name = names::kKinds[kind];
     for (std::size_t const layer : read) {
@@ -47,12 +48,14 @@ PageBindings::PageBindings(Ort::IoBinding& binding, Manifest const& manifest, Pa
 void PageBindings::clear() {
   lengths_.clear();
   places_.clear();
+  adapters_.clear();
   sequences_.clear();
 }
 
 void PageBindings::add(PagedSequence const& sequence, std::int64_t total) {
   lengths_.push_back(total);
   places_.insert(places_.end(), {sequence.place(), sequence.settled});
+  adapters_.push_back(sequence.adapter);
   sequences_.push_back(&sequence);
 }
 
@@ -79,6 +82,7 @@ void PageBindings::bind() {
     auto const rows = static_cast<std::int64_t>(count);
     binding_.BindInput(names::kSequenceLengths, view(memory_, lengths_.data(), {rows}));
     binding_.BindInput(names::kPageTable, view(memory_, table_.data(), {rows, static_cast<std::int64_t>(width_)}));
+    if (has_adapters_) binding_.BindInput(names::kAdapters, view(memory_, adapters_.data(), {rows}));
     if (has_states_) binding_.BindInput(names::kStatePlaces, view(memory_, places_.data(), {rows, 2}));
     bound_ = count;
   }
@@ -89,8 +93,8 @@ void PageBindings::bind() {
   }
 }
 
-NetworkRun::NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool, std::size_t k,
-                       bool skipped)
+NetworkRun::NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool,
+                       Adapters const& adapters, std::size_t k, bool skipped)
     : session_(skipped ? sessions.skipped.at(k) : sessions.segments[k]),
       name_(skipped ? names::skipped(k) : names::segment(k)),
       has_exits_(!skipped),
@@ -99,7 +103,8 @@ NetworkRun::NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePo
       exit_size_(static_cast<std::int64_t>(sessions.exit_size)),
       binding_(session_),
       pages_(binding_, manifest, pool, layers_read(manifest, k, skipped), kv_written(manifest, k),
-             skipped ? std::vector<std::size_t>() : states_of(manifest, layers_of(manifest, k))) {}
+             skipped ? std::vector<std::size_t>() : states_of(manifest, layers_of(manifest, k)),
+             adapts(manifest, layers_of(manifest, k)) ? &adapters : nullptr) {}
 
 void NetworkRun::run(std::vector<Part> const& parts, std::int64_t* ids) {
   std::int64_t const tokens = prepare(parts);

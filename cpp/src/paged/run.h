@@ -1,11 +1,12 @@
-// A network of a batch with the bindings of one batch: runs any of the sequences, each over its own new tokens. Keys and
-// values are written into the sequences' pages, in place.
+// Runs a batch network, with the bindings of one batch, for any of its sequences, each over its new tokens. Keys and values
+// are written into the sequences' pages, in place.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "paged/adapters.h"
 #include "paged/networks.h"
 #include "paged/paged_sequence.h"
 
@@ -23,10 +24,11 @@ struct Part {
 // The inputs by which a network finds the pages and recurrent states of sequences, and its bindings to the pool.
 class PageBindings {
  public:
-  // Binds the pages of the layers that are read and written, and the states of these numbers, to the memory of `pool`.
+  // Binds the pages of the layers that are read and written, and the states of these numbers, to the memory of `pool`;
+  // adapters: those that the network reads, or null.
   PageBindings(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
                std::vector<std::size_t> const& read, std::vector<std::size_t> const& written,
-               std::vector<std::size_t> const& states);
+               std::vector<std::size_t> const& states, Adapters const* adapters);
 
   // Adds the next sequence, with its tokens after the run.
   void add(PagedSequence const& sequence, std::int64_t total);
@@ -40,15 +42,17 @@ class PageBindings {
   std::vector<std::int64_t> lengths_;
   std::vector<PagedSequence const*> sequences_;
   std::vector<Page> table_;
-  bool const has_states_;
+  bool const has_states_, has_adapters_;
   std::vector<std::int64_t> places_;  // of states, and tokens that are settled
+  std::vector<std::int64_t> adapters_;
   std::size_t bound_ = 0, width_ = 0;  // sequences and pages of each that are bound
 };
 
 class NetworkRun {
  public:
   // The network of segment k, or of the tokens that skip it.
-  NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool, std::size_t k, bool skipped);
+  NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool, Adapters const& adapters,
+             std::size_t k, bool skipped);
 
   // Runs some sequences over token ids [N] or hidden states [N, D] of all of them, one sequence after the other. Throws
   // GenerationError: ONNX Runtime failed.

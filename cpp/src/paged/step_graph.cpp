@@ -24,12 +24,13 @@ std::vector<std::size_t> all_layers(Manifest const& manifest) {
 
 }  // namespace
 
-StepGraph::StepGraph(Ort::Session& session, Manifest const& manifest, PagePool const& pool)
+StepGraph::StepGraph(Ort::Session& session, Manifest const& manifest, PagePool const& pool, Adapters const& adapters)
     : session_(session),
       manifest_(manifest),
       binding_(session),
       pages_(binding_, manifest, pool, all_layers(manifest), all_layers(manifest),
-             states_of(manifest, {0, manifest.model.kv_shapes.size()})),
+             states_of(manifest, {0, manifest.model.kv_shapes.size()}),
+             adapts(manifest, {0, manifest.model.kv_shapes.size()}) ? &adapters : nullptr),
       propagates_(manifest.propagates()),
       depths_(manifest.depths()),
       exit_thresholds_(manifest.checkpoints.size()),

@@ -1,5 +1,5 @@
-// The step graph in one sequence's steps: it decides by itself which token exits and which segments run. A step binds
-// only what differs from the step before; pages are written in place, and a skipped segment costs nothing.
+// Runs the step graph for one sequence: the graph itself decides which token exits and which segments run. A step binds only
+// tensors that differ from the step before; pages are written in place, and a skipped segment costs nothing.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ namespace tide {
 // The bindings of one thread. May step any sequence of its engine.
 class StepGraph {
  public:
-  // `session` and `pool` must outlive it.
-  StepGraph(Ort::Session& session, Manifest const& manifest, PagePool const& pool);
+  // `session`, `pool` and `adapters` must outlive it.
+  StepGraph(Ort::Session& session, Manifest const& manifest, PagePool const& pool, Adapters const& adapters);
 
   // Adds the tokens of a step to a sequence. The result is valid until the next step. Throws as `Sequence::step`; the
   // sequence is then as before.

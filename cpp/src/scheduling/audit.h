@@ -1,9 +1,9 @@
-// Watches over what early exits change in live traffic.
+// Estimates the share of tokens that early exits change in live traffic.
 //
-// Of the tokens of mode `exit`, each is chosen with the same probability, before it is known. One that exited is made again at
-// full depth, from the same tokens and with the same noise (decoding/audited.h); one that did not is the full model's. So the
-// losses, 1 where the tokens differ, are a fair sample of the traffic's, and `ConfidenceSequence` bounds the share of its
-// tokens that are not those of the full model after the same text.
+// Each token of mode `exit` is chosen with the same probability, before it is known. If it exited, it is computed again at full
+// depth, after the same tokens and with the same noise (decoding/audited.h); otherwise it is the full model's. So the losses, 1
+// if the tokens differ, are a fair sample, and `ConfidenceSequence` bounds the share of tokens that differ from those of the
+// full model after the same text.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,10 @@
-// Bounds the mean of losses that come one after the other, at every time at once.
+// Bounds the mean of a sequence of losses, at all times together.
 //
 // An empirical-Bernstein confidence sequence (Howard, Ramdas, McAuliffe and Sekhon, "Time-uniform, nonparametric,
 // nonasymptotic confidence sequences", arXiv 1810.08240, theorem 4). Let m be the expected loss given all before, b a bet in
 // (0, 1), psi(b) = -log(1 - b) - b, and V the sum of the squared differences of every loss to the mean of those before it.
 // Then exp(b (sum of losses - sum of m) - psi(b) V) is a supermartingale, so the probability that it ever exceeds 1 / delta is
-// at most delta; the same holds with losses and m exchanged. Expected losses may change from one to the next, as those of live
-// traffic do.
+// at most delta; the same holds with losses and m exchanged. Expected losses may change over time, as in live traffic.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// One request in a scheduler: what it asks for next, and how far it has come.
+// Holds one request of a scheduler: its decoder, its tokens so far, and its state.
 #pragma once
 
 #include <atomic>

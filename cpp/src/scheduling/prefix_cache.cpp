@@ -8,7 +8,6 @@
 namespace tide {
 namespace {
 
-constexpr std::int64_t kRoot = 0;
 constexpr std::size_t kSize = kPageTokens;
 
 std::array<std::int64_t, kSize> tokens(std::vector<std::int64_t> const& ids, std::size_t start) {
@@ -39,7 +38,7 @@ PrefixCache::~PrefixCache() {
 }
 
 std::int64_t PrefixCache::begin(std::size_t slot, std::vector<std::int64_t> const& prompt) {
-  Path const path = path_of(prompt);
+  Path const path = path_of(root_of(slot), prompt);
   use(path);
   auto const cached = static_cast<std::int64_t>(path.size()) * kPageTokens;
   std::int64_t const length = std::min(cached, static_cast<std::int64_t>(prompt.size()) - (propagates_ ? 2 : 1));
@@ -53,12 +52,13 @@ std::int64_t PrefixCache::begin(std::size_t slot, std::vector<std::int64_t> cons
 void PrefixCache::keep(std::size_t slot, std::vector<std::int64_t> text, std::size_t prompt) {
   text.resize(std::min({text.size(), propagates_ ? prompt : text.size(),
                         static_cast<std::size_t>(batch_.sequence(slot).lengths.back())}));
-  Path path = path_of(text);
+  std::int64_t const root = root_of(slot);
+  Path path = path_of(root, text);
   use(path);
   for (std::size_t start = path.size() * kSize; start + kSize <= text.size(); start += kSize) {
     if (!make_room(path.size())) return;
     std::list<Block> added;
-    added.push_back({{path.empty() ? kRoot : path.back()->number, tokens(text, start)},
+    added.push_back({{path.empty() ? root : path.back()->number, tokens(text, start)},
                      ++numbers_,
                      batch_.sequence(slot).pages()[start / kSize]});
     auto const block = added.begin();
@@ -70,11 +70,14 @@ void PrefixCache::keep(std::size_t slot, std::vector<std::int64_t> text, std::si
   }
 }
 
+// What texts of the sequence's adapter begin after: their K/V are no other adapter's.
+std::int64_t PrefixCache::root_of(std::size_t slot) const { return -batch_.sequence(slot).adapter; }
+
 // The blocks of the longest beginning of a text that is cached.
-PrefixCache::Path PrefixCache::path_of(std::vector<std::int64_t> const& ids) const {
+PrefixCache::Path PrefixCache::path_of(std::int64_t root, std::vector<std::int64_t> const& ids) const {
   Path path;
   for (std::size_t start = 0; start + kSize <= ids.size(); start += kSize) {
-    auto const found = by_key_.find({path.empty() ? kRoot : path.back()->number, tokens(ids, start)});
+    auto const found = by_key_.find({path.empty() ? root : path.back()->number, tokens(ids, start)});
     if (found == by_key_.end()) break;
     path.push_back(found->second);
   }

@@ -1,5 +1,5 @@
-// Keeps the K/V of texts for requests that begin with the same tokens: exact, bounded, least recently used out first. It
-// shares their pages; nothing is copied.
+// Keeps the K/V of texts for requests that begin with the same tokens, up to a limit, dropping the least recently used first.
+// Pages are shared; nothing is copied.
 #pragma once
 
 #include <array>
@@ -44,7 +44,8 @@ class PrefixCache {
   };
   using Path = std::vector<std::list<Block>::iterator>;
 
-  Path path_of(std::vector<std::int64_t> const& ids) const;
+  std::int64_t root_of(std::size_t slot) const;
+  Path path_of(std::int64_t root, std::vector<std::int64_t> const& ids) const;
   void use(Path const& path);
   bool make_room(std::size_t kept);
 

@@ -27,10 +27,11 @@ Scheduler::~Scheduler() {
 
 RequestHandle Scheduler::submit(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
                                 std::optional<double> timeout) {
-  Bundle const& bundle = engine_.backend_->bundle();
+  Backend const& backend = *engine_.backend_;
+  Bundle const& bundle = backend.bundle();
   check_prompt(bundle.manifest, prompt, "the prompt");
   auto const request =
-      std::make_shared<Request>(bundle, without_auto(bundle, config, engine_.auto_mode(slots_), false), std::nullopt);
+      std::make_shared<Request>(backend, without_auto(bundle, config, engine_.auto_mode(slots_), false), std::nullopt);
   std::optional<double> deadline;
   if (timeout) deadline = seconds_now() + real_number("timeout", *timeout);
   std::shared_ptr<Job> const job(new Job(bundle.manifest, prompt, request, 0, deadline, nullptr), Process());

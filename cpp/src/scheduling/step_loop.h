@@ -1,5 +1,4 @@
-// The steps of a scheduler: its queue, its slots and the batch that they run on. `Scheduler` is this for requests that
-// come and go, and `Engine::stream` of a list for requests that are all there.
+// Runs the steps of a scheduler: holds its queue, its slots and its batch. `Scheduler` and `Engine::stream` of a list use it.
 #pragma once
 
 #include <atomic>

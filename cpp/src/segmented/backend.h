@@ -1,5 +1,5 @@
-// What all sequences on a bundle's segment networks share: the networks, and buffers that are used again. A sequence's
-// buffers, and what its device has recorded, are expensive to make: those of one that has ended serve the next one.
+// Runs a bundle's segment networks for all sequences. A sequence's buffers and recordings are expensive to create, so those of
+// one that has ended serve the next.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,4 @@
-// Several sequences over networks of one segment each, in the slots of one set of buffers.
+// Steps several sequences over networks of one segment each, in the slots of one set of buffers.
 #pragma once
 
 #include <vector>

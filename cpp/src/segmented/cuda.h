@@ -1,9 +1,8 @@
-// A GPU as a device: one CUDA stream, its memory, and the CUDA graphs recorded on it.
+// Implements a device on a GPU: one CUDA stream, its memory, and the CUDA graphs recorded on it.
 //
-// Work is queued the first time its key is seen, queued and recorded the second time (TensorRT requires a run between a
-// change of shape and the recording), and replayed in one launch from then on. Work of which the device chooses parts is
-// recorded with switch nodes (`choosing.cpp`). Where recording fails again and again the device records no more and queues
-// every run, which is slower: one warning in the process.
+// Work with a new key is queued, the second time queued and recorded (TensorRT requires a run between a change of shape and the
+// recording), and later replayed in one launch. Work of which the device chooses parts is recorded with switch nodes
+// (`choosing.cpp`). If recording fails repeatedly, the device queues every run instead, which is slower, and warns once.
 #pragma once
 
 #include <functional>

@@ -1,5 +1,5 @@
-// The functions of the CUDA runtime that the runtime calls, by name in a library that is opened when the first is needed, so
-// that it compiles without CUDA's headers and runs without CUDA. They are those of CUDA 12 and 13.
+// Declares the functions of the CUDA runtime that are called, by name in a library that is opened when the first is needed, so
+// that this library compiles without CUDA's headers and runs without CUDA. They are those of CUDA 12 and 13.
 #pragma once
 
 #include <cstddef>

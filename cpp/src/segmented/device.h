@@ -1,5 +1,5 @@
-// A device: memory, and one queue of work that it may record and replay. This file has the interface and the host's
-// implementation; `cuda.h` has the GPU's.
+// Declares a device, memory with a queue of work that it may record and replay, and implements it on the host; `cuda.h` has
+// the GPU's.
 #pragma once
 
 #include <array>

@@ -1,8 +1,8 @@
-// A step in one launch and one wait: runs of all segments and of the head, recorded together.
+// Runs a step in one launch and one wait: runs of all segments and of the head, recorded together.
 //
-// Where a token may exit, or some are pending, the device decides after each segment whether the next one runs and over how
-// many tokens (`step_decision.h`); otherwise nothing is decided, and no verdict is copied. A run is over all slots between
-// the first and the last of the step; those that do not need it are padding.
+// If a token may exit, or some are pending, the device decides after each segment whether the next one runs and over how many
+// tokens (`step_decision.h`); otherwise it decides nothing, and no decision is copied. A run is over all slots between the
+// first and the last of the step; those that do not need it are padding.
 #pragma once
 
 #include <optional>

@@ -1,5 +1,5 @@
-// The drafter as a network beside the segments', on the same kind of device: its K/V stay there, tokens and states go in,
-// logits and the next states come back.
+// Runs the drafter's network on the same kind of device as the segments: its K/V stay there, tokens and states go in, logits
+// and the next states come back.
 #pragma once
 
 #include <cstdint>

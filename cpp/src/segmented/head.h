@@ -1,10 +1,10 @@
-// Runs the head over rows of the exit states, and brings to the host what tokens are chosen from, no more.
+// Runs the head over rows of the exit states, and copies to the host only the logits from which tokens are chosen.
 //
-// All logits stay on the device. Of positions that need few of them, the networks kBest and kCandidates find these there:
-// of the most likely token 8 bytes cross, of the kMaxCandidates most likely 12 bytes each, and of all V 4 bytes each.
+// All logits stay on the device. For positions that need few of them, the networks kBest and kCandidates find these there:
+// 8 bytes are copied for the most likely token, 12 bytes each for the kMaxCandidates most likely, 4 bytes each for all V.
 //
-// Engines may order equal logits as they like. So candidates are used where the least that was found is smaller than the
-// last that counts: then all that equal the latter were found. Else all logits of that position are fetched.
+// Engines may order equal logits as they like. So candidates are used only if the smallest one found is below the last that
+// counts: then all that equal the latter were found. Else all logits of that position are copied.
 #pragma once
 
 #include <memory>

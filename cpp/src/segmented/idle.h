@@ -1,4 +1,4 @@
-// Buffers that nothing uses, for the next sequence, batch or drafts: they are expensive to make.
+// Keeps unused buffers for the next sequence, batch or drafts, because they are expensive to create.
 #pragma once
 
 #include <algorithm>

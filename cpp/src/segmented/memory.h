@@ -1,10 +1,9 @@
-// The buffers of up to `slots` sequences on a device, and the runs of the networks over them.
+// Holds the buffers of up to `slots` sequences on a device, and runs the networks over them.
 //
-// `SegmentedSteps` decides which slots run a segment. What sequences leave for later runs is in buffers with a block for
-// each slot: K/V, the hidden states pending before each segment but the first, and the exit states that the head reads.
-// The networks read and update them in place, so a run over adjacent slots is a matter of addresses, which depend on the
-// segment, the slots and the number of tokens alone. Lengths, thresholds and token ids are copied to the device in one
-// copy a run, scores and exits to the host in another; `Head` brings logits there.
+// `SegmentedSteps` decides which slots run a segment. The buffers have a block for each slot: K/V, the hidden states pending
+// before each segment but the first, and the exit states that the head reads. The networks read and update them in place, so
+// the addresses of a run over adjacent slots depend only on the segment, the slots and the number of tokens. Lengths,
+// thresholds and token ids are copied to the device once per run, scores and exits to the host once; `Head` copies logits.
 //
 // Runs are padded to a power of two, so that a device that records its work has few recordings.
 #pragma once

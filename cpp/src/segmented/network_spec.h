@@ -1,5 +1,5 @@
-// The tensors of a bundle's segment networks and head, as its manifest implies them. Networks are checked against these
-// specifications before tensors are bound, because they are bound as bare addresses.
+// Lists the tensors of a bundle's segment networks and head, from its manifest. Networks are checked against these lists
+// before tensors are bound, because only addresses are bound.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
-// Plans which slots of a batch a segment is run over in one run, and how far runs are padded.
+// Plans over which slots of a batch a segment runs at once, and how far runs are padded.
 //
 // A network takes adjacent slots, because their K/V buffers are contiguous, and the same number of tokens of each. A run
-// reads its weights once however many slots it takes, so slots in between that have nothing to run are included as
-// padding: they are written after their last token, where it is overwritten before anything reads it.
+// reads its weights once for any number of slots, so idle slots in between are included as padding: their rows are written
+// after the slot's last token, and overwritten before they are read.
 #pragma once
 
 #include <cstddef>

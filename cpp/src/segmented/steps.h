@@ -1,6 +1,5 @@
-// A step of some sequences over networks of one segment each: after every router, the depth rule selects which go on,
-// as in the step graph. `SegmentBuffers` holds the memory and runs the networks; `DeviceStep` does the whole of a step that a
-// GPU has seen before.
+// Steps sequences over networks of one segment each: after every router, the depth rule selects which continue, as in the step
+// graph. `SegmentBuffers` holds the memory and runs the networks; `DeviceStep` runs a whole step that a GPU has seen before.
 #pragma once
 
 #include <memory>

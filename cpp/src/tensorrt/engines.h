@@ -1,5 +1,5 @@
-// The bundle's TensorRT engines as a backend. A library built with TensorRT opens them in `trt_networks.cpp`; one built
-// without has `no_tensorrt.cpp` instead, which throws.
+// Opens the bundle's TensorRT engines as a backend: in `trt_networks.cpp` if the library was built with TensorRT, else
+// `no_tensorrt.cpp` throws.
 #pragma once
 
 #include <filesystem>

@@ -1,5 +1,5 @@
-// The differences between TensorRT and TensorRT for RTX, as in tide_export/runtime/tensorrt/flavours.py. The headers in
-// TENSORRT_ROOT decide which of the two a build of tide_runtime runs.
+// Describes how TensorRT and TensorRT for RTX differ, as tide_export/runtime/tensorrt/flavours.py does. The headers in
+// TENSORRT_ROOT determine which of the two a build of tide_runtime runs.
 #pragma once
 
 #include <NvInferRuntime.h>

@@ -1,6 +1,6 @@
-// Keeps the kernels that TensorRT for RTX compiles where engines are loaded, for all contexts and the next process, in the
-// file that the Python package uses (tide_export/runtime/tensorrt/kernel_cache.py). TensorRT for RTX accepts a file only
-// of its own version and of this GPU and driver. TensorRT compiles none there: nothing is kept.
+// Caches the kernels that TensorRT for RTX compiles when engines are loaded, across processes, in the file that the Python
+// package uses (tide_export/runtime/tensorrt/kernel_cache.py). TensorRT for RTX accepts only files that the same version wrote
+// for the same GPU and driver. TensorRT compiles no kernels then, so nothing is cached.
 #pragma once
 
 #include <NvInferRuntime.h>

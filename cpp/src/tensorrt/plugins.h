@@ -1,6 +1,6 @@
-// Finds and checks the library of TensorRT plugins. A library is native code that runs when it is opened, so that it is
-// never loaded from a bundle: the user names it. A child process reads its version, so that a damaged library cannot
-// crash this process. Messages are those of tide_export/runtime/tensorrt/plugins.py.
+// Finds and checks the library of TensorRT plugins. Opening a library runs its code, so it is never loaded from a bundle: the
+// user names it. A child process reads its version, so that a damaged library cannot crash this process. Messages are those
+// of tide_export/runtime/tensorrt/plugins.py.
 #pragma once
 
 #include <filesystem>

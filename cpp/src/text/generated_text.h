@@ -1,4 +1,4 @@
-// Makes the text of a generation, which ends where a stop string comes up.
+// Decodes the text of a generation, and ends it at the first stop string.
 #pragma once
 
 #include <string>

@@ -1,4 +1,6 @@
-"""Replaces `tide::TideAttention` by the operator that rotates, writes keys and values into pages, and attends.
+"""Replaces `tide::TideAttention` by attention to K/V pages.
+
+The operator rotates queries and keys, writes keys and values into pages, and attends.
 
 It takes [1, N, heads * head_dim], so the Reshape and Transpose pairs around the traced attention disappear; if query
 and key are rotated from tables just before, the rotation moves inside. Attention to an earlier layer's keys and values
@@ -7,8 +9,7 @@ has a query alone, reads that layer's pages and has no new pages; one without a 
 
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_PAGED_ATTENTION
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     SWAP_HEADS,
     dims,
     drop_unused,
@@ -18,17 +19,21 @@ from tide_export.trace.rewriting import (
     nodes_of,
     op_before,
     ops_before,
-    present,
     producer,
     rank,
     replace_value,
     require_arity,
+    required,
 )
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_PAGED_ATTENTION
 
 
 class PagedAttentionPass(ir.passes.InPlacePass):
-    """Inputs of each node, as `compose` gives them: query, key and value, of which some may be absent; key pages, value
-    pages, page table, lengths, starts or none, sinks or none, and a bias by head and key position or none."""
+    """Replaces every node, whose inputs are those that `compose` gives it.
+
+    They are query, key and value, of which some may be absent; key pages, value pages, page table, lengths, starts or
+    none, sinks or none, and a bias by head and key position or none.
+    """
 
     def __init__(self, kv_cache: str):
         """`kv_cache`: "float32" or "int8"."""
@@ -59,7 +64,7 @@ def _lower(graph: ir.Graph, node: ir.Node, op_type: str) -> None:
     tables: list[ir.Value | None] = [None, None]
     rotation = _common_rotation([item for item in (query, key) if item is not None])
     if rotation is not None:
-        query, key = (item and present(item.producer()).inputs[0] for item in (query, key))
+        query, key = (item and required(item.producer()).inputs[0] for item in (query, key))
         tables = list(rotation.inputs[1:3])
         attributes["rotary_interleaved"] = rotation.attributes.get_int("interleaved", 0)
     inputs = [
@@ -93,7 +98,10 @@ def _common_rotation(values: list[ir.Value]) -> ir.Node | None:
 
 
 def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: str) -> ir.Value:
-    """`value` [B, heads, S, head_dim] as [B, S, width]: the value that was split into heads, if there is one."""
+    """Returns `value` [B, heads, S, head_dim] as [B, S, width].
+
+    This is the value that was split into heads, if there is one.
+    """
     swap = producer(value, "Transpose")
     if swap is not None and list(swap.attributes.get_ints("perm", [])) == SWAP_HEADS:
         split = swap.inputs[0]
@@ -108,8 +116,11 @@ def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: s
 
 
 def _replace_output(graph: ir.Graph, node: ir.Node, attended: ir.Value, heads: int, head_dim: int) -> None:
-    """Makes readers of the traced output [B, S, heads, head_dim] read `attended` [B, S, heads * head_dim]: those that
-    merge the heads read it directly, others through a Reshape."""
+    """Makes readers of the traced output read `attended` [B, S, heads * head_dim].
+
+    The output is [B, S, heads, head_dim]: readers that merge the heads read `attended` directly, others through a
+    Reshape.
+    """
     old = node.outputs[0]
     for reader, _ in list(old.uses()):
         merged = reader.outputs[0]

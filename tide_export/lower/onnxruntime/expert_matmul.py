@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     BOOL,
     INT64,
     derived_weight,
@@ -22,11 +21,12 @@ from tide_export.trace.rewriting import (
     nodes_of,
     op_before,
     ops_before,
-    present,
     replace_value,
     require_arity,
+    required,
     static_dim,
 )
+from tide_export.names.operators import DOMAIN, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,11 @@ class _Sorting:
 
 
 class ExpertMatMulPass(ir.passes.InPlacePass):
-    """Inputs of each node: rows [R, K], expert int64 [R], and stored weights [E, N, K] (or [E, K, N] where
-    `transposed`); quantized weights are not an input but named in the attribute `weights`, with their N in `width`."""
+    """Replaces every node by matmuls of sorted rows.
+
+    Inputs of a node: rows [R, K], expert int64 [R], and stored weights [E, N, K] (or [E, K, N] where `transposed`);
+    quantized weights are not an input but named in the attribute `weights`, with their N in `width`.
+    """
 
     def requires(self, model: ir.Model) -> None:
         require_arity(model, OP_EXPERT_MATMUL, inputs=(2, 3))
@@ -60,7 +63,7 @@ class ExpertMatMulPass(ir.passes.InPlacePass):
 
 
 def _lower(graph: ir.Graph, node: ir.Node, sortings: dict[ir.Value, _Sorting]) -> None:
-    rows, expert, *stored = map(present, node.inputs)
+    rows, expert, *stored = map(required, node.inputs)
     count = node.attributes["num_experts"].as_int()
     transposed = bool(node.attributes["transposed"].as_int())
     if expert not in sortings:
@@ -108,7 +111,7 @@ def _sorting(graph: ir.Graph, node: ir.Node, expert: ir.Value, count: int) -> _S
 
 def _matrix(graph: ir.Graph, weights: ir.Value, index: int, transposed: bool) -> ir.Value:
     """Expert `index`'s weights as [K, N]."""
-    tensor = present(weights.const_value)
+    tensor = required(weights.const_value)
     _, first, second = tensor.shape.numpy()
     return derived_weight(
         graph,

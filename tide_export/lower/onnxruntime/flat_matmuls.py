@@ -1,4 +1,6 @@
-"""Removes an `Unsqueeze` and `Squeeze` of the batch axis around a matmul, which then runs on the matrix itself.
+"""Removes an `Unsqueeze` and `Squeeze` of the batch axis around a matmul.
+
+The matmul then runs on the matrix itself.
 
 The step graph gathers the states that get logits as a matrix [m, D], and the traced head takes [B, S, D]. Where the
 head is one matmul by a weight, both reshapes go; where it does more (a softcap, a scale) they remain and cost little.
@@ -8,8 +10,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_QUANTIZED_MATMUL
-from tide_export.trace.rewriting import drop_unused, ensure_none_left, nodes_of, producer, rank, replace_value
+from tide_export.graph.rewriting import drop_unused, ensure_none_left, nodes_of, producer, rank, replace_value
+from tide_export.names.operators import DOMAIN, OP_QUANTIZED_MATMUL
 
 
 class FlatMatMulsPass(ir.passes.InPlacePass):
@@ -29,7 +31,10 @@ class FlatMatMulsPass(ir.passes.InPlacePass):
 
 
 def _between_reshapes(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Node, ir.Node]]:
-    """Each matmul by a weight alone between an Unsqueeze of a matrix and a Squeeze of the first axis, with the two."""
+    """Yields each matmul by a weight alone between an Unsqueeze and a Squeeze of the first axis.
+
+    The two come with it.
+    """
     for matmul in [*nodes_of(model.graph, "MatMul"), *nodes_of(model.graph, OP_QUANTIZED_MATMUL, DOMAIN)]:
         added, removed = producer(matmul.inputs[0], "Unsqueeze"), _only_reader(matmul.outputs[0], "Squeeze")
         if added is None or removed is None or not _of_first_axis(added, removed) or rank(added.inputs[0]) != 2:

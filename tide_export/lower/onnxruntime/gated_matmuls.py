@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_GATED_MATMUL, WEIGHTS_METADATA
-from tide_export.trace.rewriting import (
+from tide_export.graph.builder import OPSET
+from tide_export.graph.rewriting import (
     derived_weight,
     drop_unused,
     ensure_none_left,
     last_dim,
     nodes_of,
     op_before,
-    present,
     producer,
     replace_value,
+    required,
     static_dim,
 )
-from tide_export.trace.tracer import OPSET
+from tide_export.names.operators import DOMAIN, OP_GATED_MATMUL, WEIGHTS_METADATA
 
 
 @dataclass
@@ -110,13 +110,15 @@ def _readers(node: ir.Node) -> int:
 
 
 def _kind(matmul: ir.Node) -> tuple[object, ...]:
-    """What two matmuls must have in common to be one."""
+    """Returns what two matmuls must have in common to be one."""
     attributes = sorted((name, attribute.value) for name, attribute in matmul.attributes.items())
     return matmul.op_type, matmul.inputs[0], matmul.graph, last_dim(matmul.outputs[0]), attributes
 
 
 def _replace(graph: ir.Graph, mlp: _Mlp) -> None:
-    weights = [_stacked(graph, map(present, pair)) for pair in zip(mlp.gate.inputs[1:], mlp.up.inputs[1:], strict=True)]
+    weights = [
+        _stacked(graph, map(required, pair)) for pair in zip(mlp.gate.inputs[1:], mlp.up.inputs[1:], strict=True)
+    ]
     attributes = {name: attribute.value for name, attribute in mlp.gate.attributes.items()}
     if "N" in attributes:
         attributes["N"] *= 2
@@ -129,7 +131,7 @@ def _replace(graph: ir.Graph, mlp: _Mlp) -> None:
         if WEIGHTS_METADATA in matmul.metadata_props
     ]
     if names:
-        present(result.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(names)
+        required(result.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(names)
     replace_value(old, result)
     drop_unused([*mlp.activation, mlp.gate, mlp.up])
 
@@ -137,7 +139,7 @@ def _replace(graph: ir.Graph, mlp: _Mlp) -> None:
 def _stacked(graph: ir.Graph, weights: Iterable[ir.Value]) -> ir.Value:
     """The rows of the weights, one after the other."""
     values = list(weights)
-    tensors = [present(value.const_value) for value in values]
+    tensors = [required(value.const_value) for value in values]
     shape = [sum(static_dim(value, 0) for value in values), *tensors[0].shape.numpy()[1:]]
     name = "+".join(str(value.name) for value in values)
     return derived_weight(

@@ -1,4 +1,6 @@
-"""Stores weights in bfloat16 or float16 that lose nothing by it, and multiplies by them with an operator of `cpp/ops`.
+"""Stores weights in 16 bits where that loses nothing.
+
+An operator of `cpp/ops` multiplies by them.
 
 Every matrix that a MatMul or Gemm multiplies by, or a Gather reads rows of, and whose numbers are all of that type,
 is stored once, as [N, K]: rows of K weights, one row an output. So a head tied to the embedding shares its table.
@@ -11,19 +13,19 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_HALF_MATMUL
-from tide_export.trace.rewriting import (
+from tide_export.graph.builder import OPSET, GraphBuilder, Weights
+from tide_export.graph.rewriting import (
     FLOAT,
     HALF,
     derived_weight,
     is_weight,
     nodes_of,
     op_before,
-    present,
     replace_value,
+    required,
     static_dim,
 )
-from tide_export.trace.tracer import OPSET
+from tide_export.names.operators import DOMAIN, OP_HALF_MATMUL
 
 ROWS = 4096  # of a matrix that are compared at a time
 MIN_SIZE = 16  # rows and columns, as of matrices that are quantized
@@ -64,13 +66,13 @@ class HalfWeightsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=len(self._exact) > before)
 
     def _is_exact(self, weight: ir.Value | None) -> bool:
-        """Whether `weight` is a stored float32 matrix of a size that matters, all of numbers that the type has."""
+        """Whether `weight` is a float32 matrix of a size that matters, all of numbers that the type has."""
         if weight is None or not is_weight(weight, 2) or weight.dtype != FLOAT:
             return False
         if min(static_dim(weight, 0), static_dim(weight, 1)) < MIN_SIZE:
             return False
         if weight not in self._exact:
-            values, half = present(weight.const_value).numpy(), self.dtype.numpy()
+            values, half = required(weight.const_value).numpy(), self.dtype.numpy()
             with np.errstate(over="ignore"):  # some rows at a time: the weight may be read for this alone
                 parts = (values[first : first + ROWS] for first in range(0, len(values), ROWS))
                 self._exact[weight] = all(np.array_equal(part.astype(half).astype(np.float32), part) for part in parts)
@@ -83,7 +85,7 @@ class HalfWeightsPass(ir.passes.InPlacePass):
 
     def _stored(self, graph: ir.Graph, weight: ir.Value | None, transposed: bool) -> ir.Value:
         """The weight [N, K] in 16 bits; `transposed`: it is now [K, N]."""
-        weight = present(weight)
+        weight = required(weight)
         rows, columns = static_dim(weight, 0), static_dim(weight, 1)
         name = str(weight.name)
         if transposed:  # `lower.transposed_weights` names a transposed weight so
@@ -96,16 +98,10 @@ def half_matmul_function(weights_type: str, opset: int) -> ir.Function:
     """The operator for that type, (x [.., K], weights [N, K]) -> y [.., N], in standard operators."""
     name = OP_HALF_MATMUL[weights_type]
     x, weights = ir.Value(name="x"), ir.Value(name="weights")
-    tape = ir.tape.Tape()
-    widened = tape.op("Cast", [weights], {"to": FLOAT.value})
-    y = tape.op("MatMul", [x, tape.op("Transpose", [widened], {"perm": [1, 0]})])
-    nodes = list(tape.nodes)
-    for node in nodes:
-        node.name = node.op_type
-        node.outputs[0].name = f"{node.op_type}_out"
-    y.name = "y"
-    body = ir.Graph([x, weights], [y], nodes=nodes, opset_imports={"": opset}, name=name)
-    return ir.Function(DOMAIN, name, graph=body, attributes=[])
+    body = GraphBuilder(name, Weights())
+    widened = body.op("Cast", [weights], {"to": FLOAT.value})
+    y = body.op("MatMul", [x, body.op("Transpose", [widened], {"perm": [1, 0]})])
+    return body.function(name, [x, weights], {"y": y}, opset)
 
 
 def _is_product(gemm: ir.Node) -> bool:
@@ -115,7 +111,7 @@ def _is_product(gemm: ir.Node) -> bool:
 
 
 def _narrowed(weight: ir.Value, dtype: ir.DataType, transposed: bool) -> Callable[[], np.ndarray]:
-    tensor = present(weight.const_value)
+    tensor = required(weight.const_value)
 
     def compute() -> np.ndarray:
         values = tensor.numpy().astype(dtype.numpy())

@@ -1,4 +1,6 @@
-"""Computes layers by one operator of `cpp/ops`, whose threads meet between its nodes' phases and not between operators.
+"""Computes layers by one operator of `cpp/ops`.
+
+Its threads meet between its nodes' phases and not between operators.
 
 Each node of a run (matmuls in 16, 8 or 4 bits, paged attention, norms, additions) becomes a line of the operator's
 attribute `nodes`:
@@ -21,16 +23,18 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from tide_export.names import (
+from tide_export.graph.rewriting import FLOAT, graph_of, is_weight, last_dim, new_node, rank, required
+from tide_export.names.operators import (
     DOMAIN,
+    OP_GATE,
     OP_GATED_MATMUL,
     OP_HALF_MATMUL,
     OP_INTEGER_LAYERS,
     OP_INTEGER_MATMUL,
     OP_LAYERS,
+    OP_LORA,
     OP_PAGED_ATTENTION,
 )
-from tide_export.trace.rewriting import FLOAT, graph_of, is_weight, last_dim, new_node, present, rank
 
 INTEGER_MATMULS = {name for plain in OP_INTEGER_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
 HALF_MATMULS = {name for plain in OP_HALF_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
@@ -41,6 +45,7 @@ SKIP_NORMS = {
     ("com.microsoft", "SkipLayerNormalization"),
 }
 ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_interleaved")
+LORA_ATTRIBUTES = ("offset", "rank", "column", "width")
 MIN_HEAVY = 2  # nodes that make a run worth it
 
 
@@ -126,13 +131,13 @@ def _is_known(node: ir.Node) -> bool:
     if any(last_dim(value) is None for value in _states(node.outputs)):
         return False
     if node.domain == DOMAIN:
-        return node.op_type in HEAVY and not node.overload
+        return (node.op_type in HEAVY and not node.overload) or node.op_type in (OP_GATE, OP_LORA)
     kind = (node.domain, node.op_type)
     if kind in NORMS:
         weights = node.inputs[1:]
         return node.attributes.get_int("axis", -1) in (-1, 2) and all(is_weight(each, 1) for each in weights if each)
     if kind == ("", "Add"):
-        a, b = map(present, node.inputs)
+        a, b = map(required, node.inputs)
         width = last_dim(node.outputs[0])
         return (a.shape == b.shape and rank(a) == 3) or any(is_weight(v, 1) and last_dim(v) == width for v in (a, b))
     return kind in SKIP_NORMS
@@ -143,7 +148,7 @@ def _read(node: ir.Node) -> list[ir.Value]:
 
 
 def _all_read(node: ir.Node) -> Iterator[ir.Value]:
-    """What the node and its branches read."""
+    """Returns the values that the node and its branches read."""
     yield from _read(node)
     for branch in _branches(node):
         yield from branch.outputs
@@ -152,7 +157,7 @@ def _all_read(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def _states(values: Iterable[ir.Value]) -> list[ir.Value]:
-    """Those that are computed float32 [1, N, width]."""
+    """Returns the values that are computed float32 [1, N, width]."""
     return [
         value
         for value in values
@@ -234,7 +239,10 @@ def _function(
 
 
 def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> str:
-    """The attribute `nodes`. States between nodes share memory where none is needed at the same time."""
+    """Returns the attribute `nodes`.
+
+    States between nodes share memory where none is needed at the same time.
+    """
     places: dict[ir.Value | None, str] = {None: "-"}
     places |= {value: f"{'w' if value.is_initializer() else 'i'}{i}" for i, value in enumerate(inputs)}
     places |= {value: f"o{i}" for i, value in enumerate(outputs)}
@@ -247,7 +255,11 @@ def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequ
             if value not in last_read:
                 places[value] = "-"
                 continue
-            width = present(last_dim(value))
+            before = node.inputs[0]
+            if node.op_type == OP_LORA and last_read[required(before)] == i and places[before].startswith("s"):
+                places[value] = places[before]  # changed in place
+                continue
+            width = required(last_dim(value))
             slot = min(free, key=lambda each: abs(widths[each] - width), default=len(widths))
             if slot == len(widths):
                 widths.append(width)
@@ -258,7 +270,7 @@ def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequ
         read = [places[value] for value in node.inputs]
         lines.append(" ".join([node.op_type, *results, "=", *read, *_attributes(node)]))
         for value in dict.fromkeys(_read(node)):
-            if last_read[value] == i and places[value].startswith("s"):
+            if last_read[value] == i and places[value].startswith("s") and places[value] not in results:
                 free.add(int(places[value][1:]))
     return "\n".join([" ".join(["slots", *map(str, widths)]), *lines])
 
@@ -266,6 +278,8 @@ def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequ
 def _attributes(node: ir.Node) -> Iterator[str]:
     if node.op_type in OP_PAGED_ATTENTION.values():
         names: Sequence[str] = ATTENTION_ATTRIBUTES
+    elif node.op_type == OP_LORA:
+        names = LORA_ATTRIBUTES
     else:
         names = [] if node.domain == DOMAIN or node.op_type == "Add" else ["epsilon"]
     for name in names:

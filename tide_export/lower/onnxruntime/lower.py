@@ -1,4 +1,6 @@
-"""Lowers the composed graph for ONNX Runtime: attention that caches in place, fused norms, packed projections.
+"""Lowers the composed graph for ONNX Runtime.
+
+Attention caches in place, norms are fused, projections packed.
 
 Layer for layer the result is the graph that ONNX Runtime GenAI's builder writes by hand for each architecture: skip
 norm, one MatMul for query, key and value, attention that rotates and caches in place, MatMul, skip norm, MLP. Here it
@@ -12,12 +14,14 @@ import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
 from tide_export.bundle.manifest import FLOAT32_KV
+from tide_export.graph.rewriting import remove_unused, run_passes
 from tide_export.lower.onnxruntime.attention import PagedAttentionPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.gated_matmuls import GatedMatMulsPass
 from tide_export.lower.onnxruntime.half_weights import HalfWeightsPass
 from tide_export.lower.onnxruntime.layers import LayersPass
+from tide_export.lower.onnxruntime.lora import LoraFunctionsPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
 from tide_export.lower.onnxruntime.paged_attention import PagedAttentionFunctionsPass
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass, quantized_names
@@ -25,7 +29,6 @@ from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
 from tide_export.lower.onnxruntime.state_functions import StateFunctionsPass
 from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
 from tide_export.model.quantized_weights import QuantizedWeights
-from tide_export.trace.rewriting import remove_unused, run_passes
 
 logger = logging.getLogger("tide_export")
 
@@ -55,6 +58,7 @@ def lower_for_onnxruntime(
         QuantizedMatMulsPass(blocks, settings),
         *([HalfWeightsPass(half)] if half else []),
         GatedMatMulsPass(),
+        LoraFunctionsPass(),
         SkipNormsPass(),
         PagedAttentionFunctionsPass(),
         StateFunctionsPass(),

@@ -1,4 +1,5 @@
-"""Writes the networks of a batch: one per segment, and one for the head, on the weights of `model.onnx`.
+"""Writes the batch networks: one per segment, and the head, on the weights of `model.onnx`.
+
 Where K/V are propagated, each segment after the first has one more, for the sequences that skip it.
 
 The model of `compose.packed_segments` goes through the passes of the step graph, so every weight is stored in the same
@@ -13,13 +14,13 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.convenience as irc
 
-from tide_export import names
+from tide_export.bundle.file_names import BATCH_FOLDER, GRAPH_FILE, batch_file
 from tide_export.compose.cut import Pieces, check_positions
 from tide_export.compose.packed_segments import Part, compose_packed
 from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import GraphError
+from tide_export.graph.rewriting import remove_unused, required
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-from tide_export.trace.rewriting import present, remove_unused
 
 INLINE_BYTES = 64 * 1024  # a larger weight that model.onnx does not hold is an error: each network would store it
 
@@ -31,7 +32,9 @@ def save_batch_networks(
     lenses: LensWeights | None,
     lower: Callable[[ir.Model], ir.Model] = lower_for_onnxruntime,
 ) -> None:
-    """Writes the networks into `folder`, where `pipeline.contents.save_graph` wrote the step graph of the same pieces.
+    """Writes the networks into `folder`.
+
+    `pipeline.contents.save_graph` wrote the step graph of the same pieces there.
 
     Args:
         lower: the function that lowered the step graph, so that the weights are equal.
@@ -43,19 +46,19 @@ def save_batch_networks(
     check_positions(pieces)
     model, parts = compose_packed(pieces, routers, lenses)
     lower(model)
-    stored = ir.load(folder / names.GRAPH_FILE).graph.initializers
+    stored = ir.load(folder / GRAPH_FILE).graph.initializers
     for value in model.graph.initializers.values():
         _point_to(value, stored.get(str(value.name)))
-    (folder / names.BATCH_FOLDER).mkdir()
+    (folder / BATCH_FOLDER).mkdir()
     for part in parts:
         network = _network(model, part)
         remove_unused(network)
-        ir.save(network, folder / names.batch_file(part.name))
+        ir.save(network, folder / batch_file(part.name))
 
 
 def _point_to(value: ir.Value, stored: ir.Value | None) -> None:
     """Makes `value` refer to the stored weight of the same name."""
-    external, tensor = stored.const_value if stored is not None else None, present(value.const_value)
+    external, tensor = stored.const_value if stored is not None else None, required(value.const_value)
     if isinstance(external, ir.ExternalTensor) and (external.dtype, external.shape) == (tensor.dtype, tensor.shape):
         value.const_value = external
     elif tensor.nbytes > INLINE_BYTES:

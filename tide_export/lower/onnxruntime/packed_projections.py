@@ -1,4 +1,6 @@
-"""Packs the query, key and value projections of one input into one MatMul, which the attention reads whole.
+"""Packs the query, key and value projections of one input into one MatMul.
+
+The attention reads its result whole.
 
 Applies where all three are MatMul (+ bias) of the same states by stored weights with nothing in between; a model that
 normalizes queries and keys per head keeps its three. The packed weight is concatenated when the model is written.
@@ -8,13 +10,12 @@ row consists of whole blocks, so nothing is rounded again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_PAGED_ATTENTION, OP_QUANTIZED_MATMUL
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     FLOAT,
     derived_weight,
     drop_unused,
@@ -23,9 +24,10 @@ from tide_export.trace.rewriting import (
     last_dim,
     nodes_of,
     op_before,
-    present,
     producer,
+    required,
 )
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_LORA, OP_PAGED_ATTENTION, OP_QUANTIZED_MATMUL
 
 
 @dataclass
@@ -34,10 +36,11 @@ class _Projection:
     weight: ir.Value | None  # [D, N]; None: quantized
     bias: ir.Value | None  # [N]
     nodes: list[ir.Node]  # readers first
+    lora: ir.Node | None = None  # what changes it by an adapter
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the quantized matrices it multiplies by."""
+        """Returns the names of the quantized matrices it multiplies by."""
         return () if self.weight is not None else tuple(self.nodes[-1].attributes["weights"].as_strings())
 
 
@@ -67,11 +70,23 @@ def _packable(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Projection]]]:
 
 
 def _projection(value: ir.Value | None) -> _Projection | None:
+    """Returns the product that `value` is, with the adapter that changes it.
+
+    None if it is none that can be packed.
+    """
+    lora = producer(value, OP_LORA, DOMAIN)
+    projection = _plain_projection(value if lora is None else lora.inputs[0])
+    if projection is None or lora is None:
+        return projection
+    return replace(projection, lora=lora) if len(lora.outputs[0].uses()) == 1 else None
+
+
+def _plain_projection(value: ir.Value | None) -> _Projection | None:
     quantized = producer(value, OP_QUANTIZED_MATMUL, DOMAIN)
     if quantized is not None:
         states, bias = (*quantized.inputs, None)[:2]
         alone = len(quantized.outputs[0].uses()) == 1
-        return _Projection(present(states), None, bias, [quantized]) if alone else None
+        return _Projection(required(states), None, bias, [quantized]) if alone else None
     bias, nodes = None, list[ir.Node]()
     add = producer(value, "Add")
     if add is not None:
@@ -83,7 +98,7 @@ def _projection(value: ir.Value | None) -> _Projection | None:
     matmul = producer(value, "MatMul")
     if matmul is None or not is_weight(matmul.inputs[1], 2):
         return None
-    states, weight = map(present, matmul.inputs)
+    states, weight = map(required, matmul.inputs)
     nodes.append(matmul)
     if any(len(item.outputs[0].uses()) != 1 for item in nodes):
         return None
@@ -119,12 +134,29 @@ def _pack(graph: ir.Graph, attention: ir.Node, projections: list[_Projection]) -
         packed = op_before(attention, "MatMul", [first.states, weight], dtype=dtype, shape=shape, suffix="_qkv")
         if bias is not None:
             packed = op_before(attention, "Add", [packed, bias], dtype=dtype, shape=shape, suffix="_qkv_bias")
+    column = 0
+    for projection in projections:
+        columns = last_dim(projection.nodes[0].outputs[0]) or 0
+        if (lora := projection.lora) is not None:
+            changed: list[ir.Value | None] = [packed, *lora.inputs[1:]]
+            attributes = {name: attribute.as_int() for name, attribute in lora.attributes.items()} | {"column": column}
+            packed = op_before(
+                attention,
+                OP_LORA,
+                changed,
+                attributes,
+                domain=DOMAIN,
+                dtype=dtype,
+                shape=shape,
+                suffix=f"_lora_{column}",
+            )
+        column += columns
     for index, value in enumerate((packed, None, None)):
         attention.replace_input_with(index, value)
     for projection in projections:
-        drop_unused(projection.nodes)
+        drop_unused([projection.lora, *projection.nodes])
 
 
 def _concatenated(values: Iterable[ir.Value | None]) -> Callable[[], np.ndarray]:
-    tensors = [present(value).const_value for value in values]
+    tensors = [required(value).const_value for value in values]
     return lambda: np.concatenate([tensor.numpy() for tensor in tensors if tensor is not None], axis=-1)

@@ -1,4 +1,6 @@
-"""Defines `tide::TidePagedAttention` and `tide::TideInt8PagedAttention` as functions of standard operators.
+"""Defines paged attention as functions of standard operators.
+
+They are `tide::TidePagedAttention` and `tide::TideInt8PagedAttention`.
 
 The operators of `cpp/ops` compute the same and take the functions' place where their library is registered; an ONNX
 Runtime without it inlines the functions, which are written to be read, not to be fast.
@@ -20,9 +22,9 @@ import onnx.parser
 import onnx_ir as ir
 
 from tide_export.bundle.manifest import INT8_KV, SCALE_BYTES
-from tide_export.names import DOMAIN, OP_PAGED_ATTENTION
-from tide_export.trace.rewriting import dims, nodes_of, present
-from tide_export.trace.tracer import OPSET
+from tide_export.graph.builder import OPSET
+from tide_export.graph.rewriting import dims, nodes_of, required
+from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
 
 INPUTS = (
     *("query", "key", "value", "key_pages", "value_pages", "page_table", "lengths"),
@@ -34,7 +36,7 @@ OPTIONAL = ("starts", "rotation", "bias", "sinks")  # inputs; cos and sin are th
 
 
 class Form(enum.StrEnum):
-    """What a node does, as its query, key and value say."""
+    """Describes a node, by its query, key and value."""
 
     APART = "apart"  # all three: it stores keys and values, then attends
     PACKED = "packed"  # a query that holds each token's keys and values after it: the same
@@ -43,7 +45,10 @@ class Form(enum.StrEnum):
 
 
 class PagedAttentionFunctionsPass(ir.passes.InPlacePass):
-    """Gives nodes the functions that define them, and int8 pages their type; after all passes that change nodes."""
+    """Gives nodes the functions that define them, and int8 pages their type.
+
+    Runs after all passes that change nodes.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
@@ -55,11 +60,13 @@ class PagedAttentionFunctionsPass(ir.passes.InPlacePass):
                 combination = overload(form, options)
                 node.overload = overloads.setdefault(combination, combination if overloads else "")
                 if (DOMAIN, op_type, node.overload) not in model.functions:
-                    function = paged_attention_function(kv_cache, form, options, present(model.graph.opset_imports[""]))
+                    function = paged_attention_function(
+                        kv_cache, form, options, required(model.graph.opset_imports[""])
+                    )
                     function.overload = node.overload
                     model.functions[function.identifier()] = function
             if nodes and kv_cache == INT8_KV:
-                read = {present(node.inputs[index]) for node in nodes for index in PAGES}
+                read = {required(node.inputs[index]) for node in nodes for index in PAGES}
                 pages = _Int8Pages(value for value in model.graph.inputs if value in read)
                 pages.follow(model.graph)
             modified |= bool(nodes)
@@ -82,7 +89,7 @@ def options_of(node: ir.Node) -> list[str]:
 
 
 def overload(form: Form, options: Collection[str]) -> str:
-    """What tells a function from the others of its operator."""
+    """Returns the overload that tells a function from the others of its operator."""
     return "_".join([form, *(option for option in OPTIONAL if option in options)])
 
 

@@ -1,5 +1,6 @@
-"""Replaces `tide::TideQuantizedMatMul` by `com.microsoft.MatMulNBits` and `tide::TideQuantizedGather` by
-`GatherBlockQuantized`.
+"""Replaces symbolic quantized products and look-ups by ONNX Runtime's.
+
+`tide::TideQuantizedMatMul` becomes `com.microsoft.MatMulNBits`, `tide::TideQuantizedGather` `GatherBlockQuantized`.
 
 A matmul without zero points, whose inputs are rounded to 8 bits too, is `tide::TideInt4MatMul` or `TideInt8MatMul`,
 operators of the library in `cpp/ops`. They are also model-local functions, MatMulNBits, which ONNX Runtime inlines
@@ -17,9 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export.bundle.manifest import INT8_MATMULS, Quantization
-from tide_export.model.quantized_weights import Blocks, Fp8Matrix, IntegerMatrix
-from tide_export.names import DOMAIN, OP_INTEGER_MATMUL, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL, WEIGHTS_METADATA
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     FLOAT,
     constant,
     derived_weight,
@@ -27,14 +26,25 @@ from tide_export.trace.rewriting import (
     integers,
     nodes_of,
     op_before,
-    present,
     replace_value,
+    required,
+)
+from tide_export.model.quantized_weights import Blocks, Fp8Matrix, IntegerMatrix
+from tide_export.names.operators import (
+    DOMAIN,
+    OP_INTEGER_MATMUL,
+    OP_QUANTIZED_GATHER,
+    OP_QUANTIZED_MATMUL,
+    WEIGHTS_METADATA,
 )
 
 
 class QuantizedMatMulsPass(ir.passes.InPlacePass):
     def __init__(self, blocks: Mapping[str, IntegerMatrix | Fp8Matrix], settings: Quantization | None):
-        """`blocks`: the matrices by the names the nodes use; `settings`: None for matrices in FP8, or if none is."""
+        """Takes the matrices and how they were quantized.
+
+        `blocks`: by the names the nodes use; `settings`: None for matrices in FP8, or if none is.
+        """
         super().__init__()
         self.blocks = blocks
         self.settings = settings
@@ -71,7 +81,7 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
             "N": sum(matrix.rows for matrix in blocks),
             "bits": first.bits,
             "block_size": first.block_size,
-            "accuracy_level": present(self.settings).accuracy_level,
+            "accuracy_level": required(self.settings).accuracy_level,
         }
         x, *bias = node.inputs
         inputs, output = [x, *_stored(graph, names, blocks)], node.outputs[0]
@@ -123,7 +133,7 @@ def _float_matmul(
 
     weight = derived_weight(graph, f"{'+'.join(names)}.values", [columns, rows], FLOAT, values)
     product = op_before(node, "MatMul", [x, weight], dtype=FLOAT, shape=output.shape)
-    present(product.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(names)
+    required(product.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(names)
     if bias:
         product = op_before(node, "Add", [product, *bias], dtype=FLOAT, shape=output.shape)
     replace_value(output, product)
@@ -149,7 +159,7 @@ def _quantized_op(
     """The operator that replaces `node`, before it."""
     old = node.outputs[0]
     value = op_before(node, op_type, inputs, attributes, domain=domain, dtype=old.dtype, shape=old.shape)
-    present(value.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(node.attributes["weights"].as_strings())
+    required(value.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(node.attributes["weights"].as_strings())
     return value
 
 

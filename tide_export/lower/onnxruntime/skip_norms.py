@@ -1,4 +1,6 @@
-"""Fuses a residual addition and the norm after it into one operator that outputs both the norm and the sum.
+"""Fuses a residual addition and the norm after it into one operator.
+
+It outputs both the norm and the sum.
 
 `Add` + `RMSNormalization` -> `SkipSimplifiedLayerNormalization`, `Add` + `LayerNormalization` ->
 `SkipLayerNormalization`. ONNX Runtime fuses neither if the sum has another reader, which a residual stream always has.
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from tide_export.trace.rewriting import ensure_none_left, is_weight, nodes_of, ops_before, producer, rank, replace_value
+from tide_export.graph.rewriting import ensure_none_left, is_weight, nodes_of, ops_before, producer, rank, replace_value
 
 FUSED = {
     "RMSNormalization": "SkipSimplifiedLayerNormalization",

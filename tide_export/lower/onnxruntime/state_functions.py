@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import onnx.parser
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_CAUSAL_CONV, STATE_OPERATORS
-from tide_export.trace.rewriting import dims, nodes_of, present
-from tide_export.trace.tracer import OPSET
+from tide_export.graph.builder import OPSET
+from tide_export.graph.rewriting import dims, nodes_of, required
+from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, STATE_OPERATORS
 
 CONV_INPUTS = ("x", "weights", "states", "places", "lengths", "bias", "starts")
 RECURRENCE_INPUTS = ("query", "key", "value", "decay", "states", "log", "places", "lengths", "beta", "starts")
@@ -21,11 +21,14 @@ OPTIONAL = ("bias", "beta", "starts")
 
 
 class StateFunctionsPass(ir.passes.InPlacePass):
-    """Gives nodes with recurrent states the functions that define them; after all passes that change nodes."""
+    """Gives nodes with recurrent states the functions that define them.
+
+    Runs after all passes that change nodes.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for op_type in STATE_OPERATORS for node in nodes_of(model.graph, op_type, DOMAIN)]
-        opset = present(model.graph.opset_imports[""])
+        opset = required(model.graph.opset_imports[""])
         for node in nodes:
             function = state_function(node, opset)
             node.overload = function.overload

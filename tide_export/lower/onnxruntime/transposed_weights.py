@@ -1,4 +1,6 @@
-"""Stores weights transposed that are transposed at run time; a tied head multiplies by the embedding itself.
+"""Stores weights transposed that are transposed at run time.
+
+A tied head multiplies by the embedding itself.
 
 The exporter folds `Transpose(weight)` only up to some size. ONNX Runtime would fold the rest at every load, holding
 both copies. If the weight is also read untransposed (an output head tied to the embedding), a `Gemm(transB=1)` on the
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     derived_weight,
     drop_unused,
     ensure_none_left,
@@ -18,9 +20,9 @@ from tide_export.trace.rewriting import (
     is_weight,
     nodes_of,
     op_before,
-    present,
     rank,
     replace_value,
+    required,
     static_dim,
 )
 
@@ -29,7 +31,7 @@ class TransposedWeightsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for transpose, matmuls in _transposed_for_matmuls(model):
-            weight = present(transpose.inputs[0])
+            weight = required(transpose.inputs[0])
             if len(weight.uses()) > 1:
                 for matmul in matmuls:
                     _multiply_by_transposed(model.graph, matmul, weight)
@@ -54,7 +56,7 @@ def _transposed_for_matmuls(model: ir.Model) -> Iterator[tuple[ir.Node, list[ir.
 
 
 def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
-    tensor = present(weight.const_value)
+    tensor = required(weight.const_value)
     shape = tensor.shape.numpy()[::-1]
     return derived_weight(
         graph, f"{weight.name}.T", shape, tensor.dtype, lambda: np.ascontiguousarray(tensor.numpy().T)
@@ -62,7 +64,10 @@ def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
 
 
 def _multiply_by_transposed(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
-    """MatMul(x, Transpose(w)) -> Reshape, Gemm(transB=1), Reshape; x [.., D], w [V, D]. A matrix x needs no Reshape."""
+    """Replaces MatMul(x, Transpose(w)) by Reshape, Gemm(transB=1) and Reshape.
+
+    x [.., D], w [V, D]; a matrix x needs no Reshape.
+    """
     x, output, dtype = matmul.inputs[0], matmul.outputs[0], weight.dtype
     if rank(x) == 2:
         gemm = op_before(matmul, "Gemm", [x, weight], {"transB": 1}, dtype=dtype, shape=output.shape)

@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime that opening TensorRT's engines takes, by NVIDIA's package cuda-bindings."""
+"""Calls the CUDA runtime to open TensorRT's engines, through NVIDIA's package cuda-bindings."""
 
 from types import ModuleType
 from typing import Any
@@ -7,7 +7,7 @@ from tide_export.errors import GenerationError, ProviderError
 
 
 def import_cudart() -> ModuleType:
-    """NVIDIA's Python bindings of the CUDA runtime.
+    """Imports NVIDIA's Python bindings of the CUDA runtime.
 
     Raises:
         ProviderError: they are not installed.
@@ -20,10 +20,10 @@ def import_cudart() -> ModuleType:
 
 
 def select_gpu(gpu: int) -> None:
-    """Lets CUDA, and libraries on it, use this GPU in this thread.
+    """Makes a GPU the one that CUDA uses in this thread.
 
     Raises:
-        ProviderError: the bindings are missing, CUDA cannot be used, or there is no such GPU.
+        ProviderError: the bindings are missing, CUDA cannot be used, or the GPU does not exist.
     """
     cuda = import_cudart()
     error, count = cuda.cudaGetDeviceCount()
@@ -36,15 +36,15 @@ def select_gpu(gpu: int) -> None:
 
 
 def synchronize(stream: int) -> None:
-    """Waits for the work on a stream. Raises GenerationError: it failed."""
+    """Waits for the work on a stream; GenerationError if it failed."""
     _call("cudaStreamSynchronize", stream)
 
 
 class CudaMemory:
-    """`size` bytes of a GPU's memory at `address`, until `free`."""
+    """Holds `size` bytes of GPU memory at `address` until `free`."""
 
     def __init__(self, gpu: int, size: int) -> None:
-        """Allocates them. Raises GenerationError: there are not so many."""
+        """Allocates the memory; GenerationError if the GPU has too little."""
         _call("cudaSetDevice", gpu)
         self.address, self.size = int(_call("cudaMalloc", size)), size
 

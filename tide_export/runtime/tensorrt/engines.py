@@ -1,9 +1,9 @@
-"""A bundle's engines on a GPU, by TensorRT or TensorRT for RTX: checked, opened and run.
+"""Checks, opens and runs a bundle's engines on a GPU, with TensorRT or TensorRT for RTX.
 
-The two flavours share this module; `flavours` has the differences. An engine runs on one version of one flavour, on the
-GPUs it was built for: all of that is compared before the library loads it, because the library's messages about an
-engine that does not fit are for its developers. The library runs the engines by a callback (`callers_networks`). All
-execution contexts of a set of buffers share one block of working memory, because one network runs at a time.
+`flavours` has the differences of the two. An engine runs on one version of one flavour and on the GPUs it was built
+for; this is checked before it is loaded, because TensorRT's own messages are meant for its developers. libtide runs the
+engines by callbacks (`callers_networks`). All execution contexts of a set of buffers share one workspace, because one
+network runs at a time.
 """
 
 import mmap
@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from tide_export import names
 from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo, Profile
+from tide_export.bundle.file_names import engine_file
+from tide_export.bundle.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import DRAFTER
 from tide_export.runtime.callers_networks import load_networks
 from tide_export.runtime.native import Owned
-from tide_export.runtime.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
 from tide_export.runtime.tensorrt.cudart import CudaMemory, select_gpu, synchronize
 from tide_export.runtime.tensorrt.flavours import (
     FLAVOURS,
@@ -35,7 +37,7 @@ from tide_export.runtime.tensorrt.gpu import compute_capability
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 from tide_export.runtime.tensorrt.plugins import CopyReport, plugins_to_load, register
 
-ALIGNMENT = 256  # bytes; what CUDA allocates at and TensorRT requires of an address
+ALIGNMENT = 256  # bytes; CUDA's allocations have it and TensorRT requires it
 
 _Arguments = tuple[int, ...]  # of a run: tokens, sequences, addresses
 
@@ -43,16 +45,16 @@ _Arguments = tuple[int, ...]  # of a run: tokens, sequences, addresses
 def open_engines(
     bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None = None
 ) -> Owned:
-    """The bundle's engines, ready to run; a tide_engine.
+    """Creates a tide_engine that runs the bundle's TensorRT engines.
 
     Args:
         provider: the flavour, tensorrt or tensorrt-rtx.
-        options: of tide_load; "device": the number of the GPU to run on, 0 if it is not there.
-        plugins: the plugin library, for engines that use plugins; None: the one `runtime.tensorrt.plugins` finds.
+        options: the options of tide_load; "device" is the number of the GPU, by default 0.
+        plugins: the plugin library, for engines that use plugins; None: the one that `find_plugins` finds.
 
     Raises:
-        ProviderError: the bundle has no engines of that flavour, or they cannot run here, and what to do about it.
-        BundleError: the engines are not the manifest's.
+        ProviderError: the bundle has no engines of that flavour, or they cannot run here; says what to do.
+        BundleError: the engines differ from the manifest.
     """
     manifest, info, engines = bundle.manifest, *check_engines(bundle, provider)
     flavour, gpu = FLAVOURS[provider], options.get("device", 0)
@@ -60,16 +62,16 @@ def open_engines(
     _check_machine(bundle, flavour, str(library.__version__), engines, gpu)
     copies = None
     if engines.plugins is not None:
-        found = plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins)
-        register(library, found.path)
-        copies = CopyReport(found.path)
+        plugin_library = plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins)
+        register(library, plugin_library.path)
+        copies = CopyReport(plugin_library.path)
     expected = specs(manifest, info)
-    if names.engine_file(names.DRAFTER) not in manifest.files:  # `tide-export build` makes it, later than the drafter
-        expected.pop(names.DRAFTER, None)
+    if engine_file(DRAFTER) not in manifest.files:  # the drafter came later than `tide-export build`
+        expected.pop(DRAFTER, None)
     runtime = _Runtime(flavour, library)
     loaded = {}
     for name, spec in expected.items():
-        file = bundle.file(names.engine_file(name))
+        file = bundle.file(engine_file(name))
         with file.mapped() as data:
             engine = runtime.load(data, str(file.path))
         _check_engine(engine, spec, of_network(name, engines.profiles, info), str(file.path))
@@ -96,11 +98,11 @@ def open_engines(
 
 
 def check_engines(bundle: Bundle, provider: str) -> tuple[NetworksInfo, EnginesInfo]:
-    """The manifest's records of the networks and of their engines of this flavour.
+    """Returns the manifest's entries of the networks and of their engines of this flavour.
 
     Raises:
-        ProviderError: there are none.
-        BundleError: they were built from other weights.
+        ProviderError: the bundle has no such engines.
+        BundleError: the engines were built from other weights.
     """
     manifest, info, engines = bundle.manifest, bundle.manifest.networks, bundle.manifest.engines
     if engines is None or info is None:
@@ -122,7 +124,7 @@ def check_engines(bundle: Bundle, provider: str) -> tuple[NetworksInfo, EnginesI
 
 
 def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: EnginesInfo, gpu: int) -> None:
-    """Checks that this machine has the version and a GPU the engines were built for, and lets CUDA use that."""
+    """Checks that the installed version and the GPU are those of the engines, and selects the GPU."""
     again = f"build them again with `tide-export build {bundle.path} --target {flavour.name}`"
     if engines.version != version:
         raise ProviderError(
@@ -145,7 +147,7 @@ def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: Engi
 
 
 class _Runtime:
-    """Loads engines and keeps the errors that the library logs."""
+    """Loads engines, and keeps the errors that the library logs."""
 
     def __init__(self, flavour: Flavour, library: ModuleType) -> None:
         errors: list[str] = []
@@ -162,11 +164,11 @@ class _Runtime:
         self._runtime = library.Runtime(Log())
 
     def load(self, data: mmap.mmap | bytes, path: str) -> Any:
-        """The engine in `data`, which it needs no longer.
+        """Loads the engine in `data`, which may be freed afterwards.
 
         Raises:
             ProviderError: it cannot run on this machine.
-            BundleError: the library cannot read it, with its last error.
+            BundleError: the library cannot read it; quotes its last error.
         """
         check_header(self._flavour, self._library, self._runtime, data, path, self._errors)
         engine = self._runtime.deserialize_cuda_engine(data)
@@ -177,8 +179,11 @@ class _Runtime:
 
 
 def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...], path: str) -> None:
-    """Checks that tensors, K/V buffers updated in place, and profiles are those that the runtime needs. Raises
-    BundleError: naming what differs."""
+    """Checks the tensors, K/V buffers updated in place, and profiles of an engine.
+
+    Raises:
+        BundleError: one of them differs; names it.
+    """
     tensors: dict[bool, dict[str, tuple[str, list[int]]]] = {True: {}, False: {}}
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
@@ -186,7 +191,7 @@ def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...],
         tensors[is_input][name] = (engine.get_tensor_dtype(name).name, list(engine.get_tensor_shape(name)))
     spec.check(from_tensorrt(spec, tensors[True]), from_tensorrt(spec, tensors[False]), path)
     for output, entry in kv_aliases(spec).items():
-        # Some versions list no aliases of an engine; its network was checked when it was built.
+        # Some versions list no aliases of an engine; the network was checked when it was built.
         if (engine.get_aliased_input_tensor(output) or entry) != entry:
             raise BundleError(f"engine '{path}' does not update {entry} in place")
     if engine.num_optimization_profiles != len(profiles):
@@ -205,10 +210,10 @@ def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...],
 
 
 def pick_profile(profiles: tuple[Profile, ...], tokens: int, batch_size: int = 1) -> int:
-    """Index of the first profile that takes so many tokens of so many sequences: the narrowest, as they are listed.
+    """Returns the index of the narrowest profile that takes `tokens` of each of `batch_size` sequences.
 
     Raises:
-        GenerationError: none does.
+        GenerationError: no profile takes them.
     """
     for index, profile in enumerate(profiles):
         if profile.min_tokens <= tokens <= profile.max_tokens and batch_size <= profile.batch_size:
@@ -226,7 +231,7 @@ def pick_profile(profiles: tuple[Profile, ...], tokens: int, batch_size: int = 1
 
 
 class TrtNetworks:
-    """The engines of a bundle on one stream (see `callers_networks.Networks`)."""
+    """Runs the engines of a bundle on one stream (a `callers_networks.Networks`)."""
 
     def __init__(self, networks: Mapping[str, "TrtNetwork"], memory: CudaMemory) -> None:
         self._networks, self._memory = dict(networks), memory
@@ -246,10 +251,10 @@ class TrtNetworks:
 
 
 class TrtNetwork:
-    """One engine with the execution contexts of one stream.
+    """Runs one engine on one stream.
 
-    One context a profile runs what is not recorded. A run that is recorded has one of its own, because a recording is
-    of a context's state: TensorRT leaves undefined what it does once the context's shapes or addresses have changed.
+    One execution context per profile serves runs that are not recorded. Each recorded run has its own context, because
+    TensorRT does not define what a recording does after its context's shapes or addresses have changed.
     """
 
     def __init__(
@@ -278,10 +283,10 @@ class TrtNetwork:
         recording: int = 0,
         captured: bool = False,
     ) -> bool:
-        """Queues a run on the stream; see `callers_networks.Networks.run`.
+        """Queues a run on the stream, as `callers_networks.Networks.run` says.
 
         Raises:
-            GenerationError: no profile takes so many tokens of so many sequences, or TensorRT failed.
+            GenerationError: no profile takes these tokens and sequences, or TensorRT failed.
         """
         profile, arguments = pick_profile(self._profiles, tokens, batch_size), (tokens, batch_size, *addresses.values())
         contexts: dict[Any, Any] = self._recorded.setdefault(recording, {}) if recording else self._contexts
@@ -301,7 +306,6 @@ class TrtNetwork:
         return records
 
     def forget(self, recording: int) -> None:
-        """Frees the contexts of a recording."""
         self._recorded.pop(recording, None)
 
     def _new_context(self, profile: int) -> Any:

@@ -1,4 +1,4 @@
-"""The differences between TensorRT and TensorRT for RTX: names, packages, and what builds and runs where.
+"""Describes how TensorRT and TensorRT for RTX differ: names, packages, and where engines run.
 
 `engines.build` builds with a flavour and `runtime.tensorrt.engines` runs its engines; they share everything else.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from tide_export.common.files import user_cache
 from tide_export.errors import BundleError, ProviderError, TideError
-from tide_export.files import user_cache
 from tide_export.runtime.tensorrt.gpu import device_name
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 
@@ -21,20 +21,19 @@ logger = logging.getLogger("tide_export")
 
 @dataclass(frozen=True)
 class Flavour:
-    """One of the two libraries.
+    """Describes one of the two libraries.
 
     Attributes:
-        name: of the target and provider: tensorrt, tensorrt-rtx.
-        title: in messages.
-        module: to import.
+        name: the target and provider: tensorrt, tensorrt-rtx.
+        title: its name in messages.
+        module: the module to import.
         package: the distribution of the module.
-        extra: of this package, that installs it.
+        extra: the extra of tide_export that installs it.
         builds_without_gpu: whether engines can be built on a machine without a GPU.
         has_timing_cache: whether building times kernels, so that caching the times saves time.
-        has_plugins: whether its networks may use plugins; where not, the bodies of functions are built.
-        reads_headers: whether it can check by an engine's header alone that the engine runs here.
-        compute_capabilities: of the GPUs its engines run on, wherever they were built; empty: of the GPU of that
-            machine alone.
+        has_plugins: whether its networks may use plugins; else function bodies are built.
+        reads_headers: whether it can tell from an engine's header that the engine runs here.
+        compute_capabilities: of the GPUs that its engines run on; empty: only the GPU they are built on.
     """
 
     name: str
@@ -49,9 +48,9 @@ class Flavour:
     compute_capabilities: tuple[str, ...]
 
 
-# By default TensorRT for RTX builds for every GPU it knows from Ampere on: neither Hopper nor data center Blackwell.
+# TensorRT for RTX builds for the GPUs it supports from Ampere on, without Hopper and data center Blackwell.
 RTX_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
-FP8_CAPABILITY = (8, 9)  # the first that multiplies in it
+FP8_CAPABILITY = (8, 9)  # the first with FP8 matmuls
 TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False, ())
 TENSORRT_RTX = Flavour(
     *("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx"),
@@ -61,10 +60,10 @@ FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
 
 
 def warn_of_copies(flavour: Flavour, copied: Mapping[str, int]) -> None:
-    """Logs a warning for every network whose runs copy buffers that they are to update in place.
+    """Logs a warning for every network that copies buffers instead of updating them in place.
 
     Args:
-        copied: bytes in a run over one sequence, by network.
+        copied: bytes copied in a run over one sequence, by network.
     """
     for name, count in copied.items():
         logger.warning(
@@ -74,10 +73,10 @@ def warn_of_copies(flavour: Flavour, copied: Mapping[str, int]) -> None:
 
 
 def import_library(flavour: Flavour) -> ModuleType:
-    """The flavour's Python module.
+    """Imports the flavour's Python module.
 
     Raises:
-        ProviderError: it is not installed, or does not load, and which package it comes with.
+        ProviderError: it is not installed or does not load; names the package.
     """
     try:
         return importlib.import_module(flavour.module)
@@ -90,14 +89,14 @@ def import_library(flavour: Flavour) -> ModuleType:
 
 
 def built_for(flavour: Flavour, device: tuple[int, int] | None, fp8: bool = False) -> tuple[str, ...]:
-    """The compute capabilities that engines built here run on, such as ("9.0",).
+    """Returns the compute capabilities that engines built here run on, such as ("9.0",).
 
-    TensorRT builds for the GPU it finds; TensorRT for RTX for all of its `compute_capabilities`, and compiles the last
-    part where the engine is loaded.
+    TensorRT builds for the GPU it finds, TensorRT for RTX for all of its `compute_capabilities`: it compiles kernels
+    when the engine is loaded.
 
     Args:
-        device: compute capability of the GPU there is, None where there is none.
-        fp8: whether they multiply in FP8, which GPUs have from `FP8_CAPABILITY` on; empty if none of these has it.
+        device: compute capability of the GPU; None: there is no GPU.
+        fp8: whether they multiply in FP8, which leaves the capabilities from `FP8_CAPABILITY` on.
     """
     built = flavour.compute_capabilities
     if device is not None and not built:
@@ -105,7 +104,7 @@ def built_for(flavour: Flavour, device: tuple[int, int] | None, fp8: bool = Fals
     return tuple(name for name in built if not fp8 or tuple(map(int, name.split("."))) >= FP8_CAPABILITY)
 
 
-# Why a header is refused, by the names of EngineInvalidityDiagnostics, and what a user can do.
+# Reasons why a header is refused and their cures, by the names of EngineInvalidityDiagnostics.
 REFUSALS = {
     "VERSION_MISMATCH": "it was built by another version: build it again",
     "UNSUPPORTED_CC": "it was built for other GPUs: build it again",
@@ -120,19 +119,19 @@ DAMAGED = "MALFORMED_ENGINE"
 def check_header(
     flavour: Flavour, library: ModuleType, runtime: Any, data: mmap.mmap | bytes, path: str, errors: Sequence[str]
 ) -> None:
-    """Checks an engine's header before it is loaded, where the flavour can.
+    """Checks an engine's header before it is loaded, if the flavour can.
 
-    An engine that would run, but slower than one built here, is logged as a warning.
+    Logs a warning if an engine built here would be faster.
 
     Args:
         runtime: the library's `Runtime`.
         data: the engine; only its header is read.
-        path: for messages.
-        errors: that the library has logged, the last one last.
+        path: its name in messages.
+        errors: the errors that the library has logged, oldest first.
 
     Raises:
-        ProviderError: it cannot run on this machine, and why.
-        BundleError: it is no engine, or its header is damaged.
+        ProviderError: it cannot run on this machine; says why.
+        BundleError: it is not an engine, or its header is damaged.
     """
     if not flavour.reads_headers:
         return
@@ -151,23 +150,25 @@ def check_header(
 
 
 def kernel_cache(flavour: Flavour, version: str, gpu: int = 0) -> KernelCache | None:
-    """The kernels of earlier processes, if the flavour compiles any where engines are loaded. A file per version and
-    GPU."""
+    """Opens the cache of kernels that TensorRT for RTX compiles, one file per version and GPU.
+
+    None: the flavour compiles no kernels when it loads engines.
+    """
     if flavour is not TENSORRT_RTX:
         return None
     return KernelCache(user_cache() / f"{flavour.name}-{version}-{device_name(gpu)}.kernels")
 
 
 def capturable(flavour: Flavour, context: Any, stream: int) -> bool:
-    """Whether the next run of a context, whose shapes and addresses are set, may be recorded in a CUDA graph."""
+    """Whether a context's next run can be recorded in a CUDA graph; its shapes and addresses must be set."""
     return flavour is not TENSORRT_RTX or bool(context.is_stream_capturable(stream))
 
 
 def configure(flavour: Flavour, library: ModuleType, engine: Any, cache: KernelCache | None = None) -> Any:
-    """The configuration of an execution context: the caller gives the working memory and records CUDA graphs.
+    """Configures execution contexts: the caller allocates the workspace and records CUDA graphs.
 
-    By default TensorRT for RTX records graphs itself and replaces kernels by specialized ones while they are in use; a
-    graph recorded before would keep the generic ones, so kernels are specialized first.
+    By default TensorRT for RTX records graphs itself, and specializes kernels while generic ones are in use. A graph
+    recorded before that would keep the generic kernels, so they are specialized first.
     """
     config = engine.create_runtime_config()
     config.set_execution_context_allocation_strategy(library.ExecutionContextAllocationStrategy.USER_MANAGED)

@@ -1,7 +1,4 @@
-"""Detects the GPU through the CUDA driver, without any package.
-
-`engines.build` does so before TensorRT is started, `providers` before an engine is selected.
-"""
+"""Reads the GPU's properties from the CUDA driver, without any package."""
 
 import ctypes
 import functools
@@ -9,24 +6,24 @@ import re
 
 LIBRARIES = ("libcuda.so.1", "nvcuda.dll")
 MAJOR, MINOR = 75, 76  # CUdevice_attribute: compute capability
-MULTIPROCESSORS, SHARED_MEMORY = 16, 97  # and what they have; shared memory of a block, where a kernel asks for more
+MULTIPROCESSORS, SHARED_MEMORY = 16, 97  # SHARED_MEMORY: the most that a block can opt in to
 
 
 @functools.cache
 def compute_capability(device: int = 0) -> tuple[int, int] | None:
-    """(major, minor) of the GPU, or None where there is none or no driver for it."""
+    """Returns the GPU's (major, minor), or None without a GPU or its driver."""
     return _attributes(device, MAJOR, MINOR)
 
 
 @functools.cache
 def block_limits(device: int = 0) -> tuple[int, int] | None:
-    """Bytes of shared memory that a block may have on the GPU, and its multiprocessors; None where there is none."""
+    """Returns the bytes of shared memory of a block and the number of multiprocessors; None: no GPU."""
     return _attributes(device, SHARED_MEMORY, MULTIPROCESSORS)
 
 
 @functools.cache
 def device_name(device: int = 0) -> str:
-    """The GPU's name as part of a file's name, such as `NVIDIA-H100-PCIe`; "none" where there is none."""
+    """Returns the GPU's name for use in a file name, such as `NVIDIA-H100-PCIe`; "none" without one."""
     driver, handle = _opened(device)
     name = ctypes.create_string_buffer(256)
     if driver is None or driver.cuDeviceGetName(name, len(name), handle) != 0:
@@ -35,7 +32,7 @@ def device_name(device: int = 0) -> str:
 
 
 def _attributes(device: int, first: int, second: int) -> tuple[int, int] | None:
-    """Two numbers of the GPU, by CUdevice_attribute; None where there is no GPU or driver that tells them."""
+    """Returns two attributes of the GPU, by CUdevice_attribute; None without a GPU or its driver."""
     driver, handle = _opened(device)
     numbers = ctypes.c_int(), ctypes.c_int()
     for attribute, number in zip((first, second), numbers, strict=True):
@@ -45,7 +42,7 @@ def _attributes(device: int, first: int, second: int) -> tuple[int, int] | None:
 
 
 def _opened(device: int) -> tuple[ctypes.CDLL | None, ctypes.c_int]:
-    """The driver and its handle of a GPU; None where there is none."""
+    """Returns the driver, None without a GPU, and the driver's handle of the GPU."""
     driver, handle = _driver(), ctypes.c_int()
     if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
         return None, handle

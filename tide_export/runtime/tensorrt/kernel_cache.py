@@ -1,6 +1,6 @@
-"""Keeps the kernels that TensorRT for RTX compiles where engines are loaded, for all contexts and the next process.
+"""Caches the kernels that TensorRT for RTX compiles when engines are loaded, across processes.
 
-TensorRT for RTX accepts a file only of its own version and of this GPU and driver.
+TensorRT for RTX accepts only files that the same version wrote for the same GPU and driver.
 """
 
 import contextlib
@@ -15,18 +15,17 @@ logger = logging.getLogger("tide_export")
 
 
 class KernelCache:
-    """One `IRuntimeCache`, read from a file and saved there when this object is garbage or the process ends.
+    """Holds an `IRuntimeCache`, read from a file and saved when this object or the process ends.
 
-    Serves several threads, as the library's object does.
+    Serves several threads, as the library's object does. The file need not exist.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: of the file; there need be none."""
         self.path = path
         self._cache: Any = None
 
     def attach(self, config: Any) -> None:
-        """Makes a configuration of execution contexts use the cache. The GPU must be in use already."""
+        """Makes a configuration of execution contexts use the cache; the GPU must be selected."""
         if self._cache is None:
             cache = config.create_runtime_cache()
             stored = _read(self.path)
@@ -49,7 +48,7 @@ def _read(path: Path) -> bytes:
 
 
 def _save(cache: Any, path: Path, stored: bytes) -> None:
-    """Replaces the file, if there is anything new; a cache that cannot be saved is not worth an error."""
+    """Replaces the file if kernels were added; ignores errors, because the cache only saves time."""
     data = bytes(cache.serialize())
     if data == stored:
         return

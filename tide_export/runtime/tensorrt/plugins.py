@@ -1,10 +1,9 @@
 """Finds the library of TensorRT plugins, checks it, and registers it with TensorRT.
 
 TensorRT engines may be built with the plugins of `plugins/` in place of the functions in their networks (TensorRT for
-RTX has no plugins). `engines.build` finds the library and records it in the manifest; `runtime.tensorrt.engines` needs
-the same release of it to load such engines. A library is native code that runs when it is opened, so none is ever taken
-from a bundle: it is named, or part of the installation. Its version is read in another process, so that a damaged
-library cannot crash this one.
+RTX has no plugins). `engines.build` records the library in the manifest; `runtime.tensorrt.engines` needs the same
+release of it to load such engines. Opening a library runs its code, so none is taken from a bundle: it is named by the
+user or installed. Its version is read in another process, so that a damaged library cannot crash this one.
 """
 
 import ctypes
@@ -19,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from tide_export.bundle.engine_fields import PluginsInfo
+from tide_export.common.version import __version__
 from tide_export.errors import ConfigError, ProviderError
-from tide_export.names import EXIT_STATES, OP_EXIT, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from tide_export.names.operators import OP_EXIT, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from tide_export.names.segment_networks import EXIT_STATES
 from tide_export.runtime.tensorrt.flavours import Flavour
-from tide_export.version import __version__
 
 logger = logging.getLogger("tide_export")
 
 VARIABLE = "TIDE_PLUGINS"
-NONE = "none"  # as a library: use no plugins
+NONE = "none"  # in place of a path: use no plugins
 LIBRARY = "libtide_plugins.so"
 PACKAGE = Path(__file__).parents[2]
-# Where an installed library is: `cmake --install`ed into the package, or built in a checkout.
+# Paths of an installed library: `cmake --install`ed into the package, or built in a checkout.
 INSTALLED = (PACKAGE / "lib" / LIBRARY, PACKAGE.parent / "build" / "plugins" / "plugins" / LIBRARY)
 
 COPIED_BYTES = "tide_plugins_copied_bytes"  # the library's function (plugins/common/registry.cpp)
@@ -49,13 +49,13 @@ library.{COPIED_BYTES}
 
 @dataclass(frozen=True)
 class PluginLibrary:
-    """A plugin library of this release.
+    """Describes a plugin library of this release.
 
     Attributes:
-        path: absolute.
-        version: of tide_export.
-        tensorrt: the version of TensorRT's headers it was compiled with.
-        sha256: of the file.
+        path: its absolute path.
+        version: its version of tide_export.
+        tensorrt: the version of the TensorRT headers it was compiled with.
+        sha256: the file's checksum.
     """
 
     path: Path
@@ -67,19 +67,19 @@ class PluginLibrary:
 def plugins_to_build_with(
     flavour: Flavour, version: str, library: str | os.PathLike[str] | None
 ) -> PluginLibrary | None:
-    """The library for engines that `version` of a flavour builds; None: functions keep their bodies.
+    """Finds the library for engines that `version` of a flavour builds; None: no plugins.
 
     Args:
         library: as in `find_plugins`.
 
     Raises:
-        ConfigError: a library for a flavour that has no plugins.
-        ProviderError: as `find_plugins`, or the library is for another major version of TensorRT.
+        ConfigError: a library was given for a flavour that has no plugins.
+        ProviderError: as `find_plugins` raises it, or the library is for another major version of TensorRT.
     """
     if not flavour.has_plugins:
         if library is not None and os.fspath(library) != NONE:
             raise ConfigError(
-                f"{flavour.title} has no plugins, its engines use the networks' functions: leave --plugins"
+                f"{flavour.title} has no plugins, its engines use the networks' functions: omit --plugins"
             )
         return None
     plugins = find_plugins(library)
@@ -91,10 +91,10 @@ def plugins_to_build_with(
 def plugins_to_load(
     bundle: Path, needed: PluginsInfo, version: str, library: str | os.PathLike[str] | None
 ) -> PluginLibrary:
-    """The library that the engines of the bundle at a path need in this `version` of TensorRT.
+    """Finds the library that the engines of the bundle at a path need in this `version` of TensorRT.
 
     Raises:
-        ProviderError: there is none here, or it is of another release or for another major version of TensorRT.
+        ProviderError: it is missing, of another release, or for another major version of TensorRT.
     """
     plugins = find_plugins(library)
     without = f"build the engines again without with `tide-export build {bundle} --plugins {NONE}`"
@@ -117,14 +117,13 @@ def plugins_to_load(
 
 
 def find_plugins(library: str | os.PathLike[str] | None) -> PluginLibrary | None:
-    """The library at a path, else that of the variable TIDE_PLUGINS, else an installed one, if there is one.
+    """Finds the library at a path, else that of TIDE_PLUGINS, else an installed one; None: none.
 
     Args:
-        library: a path; "none" for no library at all.
+        library: a path; "none" for no library.
 
     Raises:
-        ProviderError: the named library does not exist, cannot be opened, is no plugin library, or is of another
-            release.
+        ProviderError: the library does not exist, cannot be opened, is not a plugin library, or is of another release.
     """
     named = os.fspath(library) if library is not None else os.environ.get(VARIABLE) or None
     if named == NONE:
@@ -136,13 +135,13 @@ def find_plugins(library: str | os.PathLike[str] | None) -> PluginLibrary | None
 
 
 def open_plugins(path: Path, what: str) -> PluginLibrary:
-    """The library at `path`, with its versions read in another process.
+    """Checks the library at `path` and reads its versions in another process.
 
     Args:
         what: its name in messages.
 
     Raises:
-        ProviderError: see `find_plugins`.
+        ProviderError: as `find_plugins` raises it.
     """
     if not path.is_file():
         raise ProviderError(f"{what} does not exist: build it (plugins/README.md), or do without it: --plugins {NONE}")
@@ -167,8 +166,7 @@ def open_plugins(path: Path, what: str) -> PluginLibrary:
 
 
 def _check_fits(plugins: PluginLibrary, tensorrt: str) -> None:
-    """Checks that the library fits a version of TensorRT: a major version has one interface of plugins. Raises
-    ProviderError: it does not fit."""
+    """Checks that the library was compiled for the same major version of TensorRT."""
     if plugins.tensorrt.split(".")[0] != tensorrt.split(".")[0]:
         raise ProviderError(
             f"the plugin library '{plugins.path}' was compiled for TensorRT {plugins.tensorrt} and {tensorrt} is "
@@ -177,7 +175,7 @@ def _check_fits(plugins: PluginLibrary, tensorrt: str) -> None:
 
 
 def register(library: Any, path: str | os.PathLike[str]) -> None:
-    """Registers the plugins with `library`, the module tensorrt, unless this process has done so.
+    """Registers the plugins with `library`, the module tensorrt, once per process.
 
     Raises:
         ProviderError: TensorRT does not load the library.
@@ -190,10 +188,10 @@ def register(library: Any, path: str | os.PathLike[str]) -> None:
 
 
 class CopyReport:
-    """Warns of what a network's plugin copies because TensorRT does not let it work in place, once for each network."""
+    """Warns once per network whose plugin TensorRT makes copy buffers instead of updating them."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: of the plugin library. Where another one's plugins were registered before, nothing is known."""
+        """Reads the plugin library at `path`; never warns if another library was registered first."""
         self._reported = set[str]()
         try:
             self._take = getattr(ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD), COPIED_BYTES)
@@ -203,7 +201,7 @@ class CopyReport:
             self._take.restype = ctypes.c_int64
 
     def after_run(self, network: str, batch_size: int) -> None:
-        """Call it in the thread that queued a run over `batch_size` sequences."""
+        """Checks a run over `batch_size` sequences; call it in the thread that queued the run."""
         copied = 0 if self._take is None else self._take()
         if copied and network not in self._reported:
             self._reported.add(network)

@@ -1,7 +1,7 @@
-"""The model that Triton's python backend runs: the requests of /v1/completions over the same `Service`.
+"""Serves requests of /v1/completions through Triton's python backend.
 
 A request has the tensor `input_ids` or the parameter `prompt`, and further fields of /v1/completions as parameters. Its
-responses have `text_output` (UTF-8), `token_ids` and `finish_reason` (empty but in the last one). Triton's process
+responses have `text_output` (UTF-8), `token_ids` and `finish_reason` (empty except in the last one). Triton's process
 imports this module; `triton_python_backend_utils` exists only there.
 """
 
@@ -24,23 +24,27 @@ from tide_export.serving.protocol import ApiError, CompletionRequest, refusal
 from tide_export.serving.service import Piece, Service
 
 LOADING = ("provider", "threads", "plugins", "device")  # parameters for `load`; the others are fields of `ServerConfig`
-POLL_SECONDS = 0.02  # between looks at whether a client has left: Triton does not say so by itself
+POLL_SECONDS = 0.02  # between checks whether the client has disconnected, which Triton does not report
 GONE = ApiError(499, "the client has gone")
 
 
 class TritonPythonModel:
-    """One bundle. Triton calls the three public methods."""
+    """Runs one bundle; Triton calls the three public methods."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Loads the bundle beside the model's file. Raises TritonModelException: it cannot be loaded or served."""
+        """Loads the bundle in the model's version folder.
+
+        Raises:
+            TritonModelException: it cannot be loaded or served.
+        """
         config = json.loads(args["model_config"])
-        given = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
-        loading: dict[str, Any] = {name: given.pop(name) for name in LOADING if name in given}
+        parameters = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
+        loading: dict[str, Any] = {name: parameters.pop(name) for name in LOADING if name in parameters}
         folder = Path(args["model_repository"], args["model_version"], "bundle")
         try:
             loading |= {name: int(loading[name]) for name in ("threads", "device") if name in loading}
             engine = load(folder, **loading)
-            self._service = Service(engine, ServerConfig(model_name=args["model_name"], **given))
+            self._service = Service(engine, ServerConfig(model_name=args["model_name"], **parameters))
         except ValidationError as error:
             raise triton.TritonModelException(str(refusal(error))) from None
         except (TideError, ValueError) as error:
@@ -51,7 +55,7 @@ class TritonPythonModel:
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Takes requests; their responses come later, by their senders."""
+        """Starts requests; their senders send the responses later."""
         for request in requests:
             ids = triton.get_input_tensor_by_name(request, "input_ids")
             fields = json.loads(request.parameters() or "{}")
@@ -60,7 +64,7 @@ class TritonPythonModel:
             asyncio.run_coroutine_threadsafe(self._answer(request.get_response_sender(), fields), self._loop)
 
     def finalize(self) -> None:
-        """Cancels what runs."""
+        """Cancels the running requests."""
         self._service.scheduler.close(drain=False)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -70,14 +74,14 @@ class TritonPythonModel:
             await self._generate(sender, self._read(fields))
         except ApiError as error:
             _send(sender, triton.InferenceResponse(error=_triton_error(error)))
-        except Exception as error:  # nobody else would see it, and the client would wait for ever
+        except Exception as error:  # unreported, it would leave the client waiting for ever
             _send(sender, triton.InferenceResponse(error=triton.TritonError(first_line(error))))
         finally:
             with contextlib.suppress(triton.TritonModelException):
                 sender.send(flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _read(self, fields: dict[str, Any]) -> CompletionRequest:
-        """The request. Raises ApiError: it is none."""
+        """Reads a request; ApiError if a field is refused."""
         values = {name: value if name == "prompt" else _plain(value) for name, value in fields.items()}
         try:
             request = CompletionRequest.model_validate({"model": self._service.model} | values)
@@ -125,9 +129,9 @@ def _response(pieces: list[Piece]) -> Any:
 
 
 def _tensor(name: str, value: np.ndarray) -> Any:
-    """A tensor by DLPack: given the array, stubs that were built before numpy 2 would read its size from a wrong place.
+    """Passes an array to Triton by DLPack, because stubs built before numpy 2 misread the size of arrays.
 
-    The stub frees the memory, under a name of the capsule that numpy's destructor does not know.
+    The stub frees the memory, so numpy's destructor, which does not recognise the consumed capsule, is removed.
     """
     capsule = value.copy().__dlpack__()
     ctypes.pythonapi.PyCapsule_SetDestructor(ctypes.py_object(capsule), None)
@@ -135,13 +139,13 @@ def _tensor(name: str, value: np.ndarray) -> Any:
 
 
 def _send(sender: Any, response: Any) -> None:
-    """Sends a response, unless the client has gone."""
+    """Sends a response, unless the client has disconnected."""
     with contextlib.suppress(triton.TritonModelException):
         sender.send(response)
 
 
 def _plain(value: Any) -> Any:
-    """A parameter's value; a list or object is given as its JSON text, as parameters are single values."""
+    """Returns a parameter's value; lists and objects are given as JSON text."""
     if isinstance(value, str) and value[:1] in "[{":
         with contextlib.suppress(json.JSONDecodeError):
             return json.loads(value)

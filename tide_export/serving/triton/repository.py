@@ -1,4 +1,4 @@
-"""Writes a model repository of Triton."""
+"""Writes a model repository for Triton."""
 
 import json
 import os
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tide_export.bundle.opened import open_bundle
+from tide_export.common.files import TEMPORARY, failure
 from tide_export.errors import BundleError, ConfigError
-from tide_export.files import TEMPORARY, failure
 from tide_export.runtime.tokenizer import BundleTokenizer
 
 CONFIG_FILE, MODEL_FILE, BUNDLE_FOLDER, VERSION = "config.pbtxt", "model.py", "bundle", "1"
@@ -50,8 +50,8 @@ def write_repository(
     """Adds a bundle to a model repository of Triton.
 
     Args:
-        repository: the folder that `tritonserver --model-repository` is given; made if it is missing.
-        name: the model's name there; None: the bundle's folder.
+        repository: the folder for `tritonserver --model-repository`; created if it is missing.
+        name: the model's name there; None: that of the bundle's folder.
         copy: copy the bundle instead of linking to it.
         parameters: options of `ServerConfig` and `load`, for the model's configuration.
 
@@ -59,8 +59,8 @@ def write_repository(
         The model's folder.
 
     Raises:
-        BundleError: it is no bundle or has no tokenizer, or the folder cannot be written.
-        ConfigError: the name is none, or is taken.
+        BundleError: the bundle is invalid or has no tokenizer, or the folder cannot be written.
+        ConfigError: the name is not a folder name, or exists already.
     """
     opened = open_bundle(bundle, verify=False)
     BundleTokenizer(opened)
@@ -99,6 +99,6 @@ def _config(parameters: Mapping[str, object]) -> str:
 
 
 def _packages() -> list[str]:
-    """Folders in which this environment has the package and what it needs."""
+    """Returns the folders of this environment's packages."""
     folders = [str(Path(__file__).parents[3]), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     return list(dict.fromkeys(folders))
