@@ -14,7 +14,7 @@ import tide_build
 
 HEADER = Path("cpp/include/tide/tide.h")
 version: dict[str, str] = {}
-exec(Path("tide_export/version.py").read_text(), version)
+exec(Path("tide_export/common/version.py").read_text(), version)
 
 
 class BuildWithHeader(build_py):

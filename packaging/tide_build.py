@@ -105,7 +105,7 @@ def build(target: Path, folder: Path, version: str) -> None:
     flags = [*FLAGS, f'-DTIDE_EXPORT_VERSION="{version}"']
     includes = [f"-I{ROOT / 'cpp' / 'include'}", f"-I{ROOT / 'cpp' / 'src'}"]
     if root := os.environ.get("TENSORRT_ROOT"):
-        includes += ["-isystem", f"{root}/include", "-isystem", f"{_cuda_home()}/include"]
+        includes += ["-isystem", f"{root}/include", "-isystem", f"{cuda_home()}/include"]
     commands = [
         [*command, *flags, *RUNTIME_FLAGS, *_more_flags(), *includes, "-c", str(unity), "-o", str(folder / "runtime.o")]
     ]
@@ -134,7 +134,7 @@ def _link_flags(command: Sequence[str]) -> list[str]:
     return [*flags, "-s"] if not _more_flags() else flags
 
 
-def _cuda_home() -> str:
+def cuda_home() -> str:
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import onnx
 
-from tide_export import names
 from tide_export.bundle.engine_fields import EnginesInfo, Profile
+from tide_export.bundle.file_names import ENGINES_FOLDER, GRAPH_FILE, MANIFEST_FILE, SEGMENTS_FOLDER, engine_file
 from tide_export.bundle.manifest import Manifest, TensorInfo
 from tide_export.bundle.model_info import ModelInfo
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
+from tide_export.names.networks import AFTER_SEGMENTS, segment_name
 
 
 def make_manifest(name: str = "model") -> Manifest:
@@ -99,9 +100,9 @@ def with_manifest(bundle: Path, folder: Path, **fields: Any) -> Path:
     copy = Path(tempfile.mkdtemp(dir=folder)) / bundle.name
     shutil.copytree(bundle, copy)
     manifest = replace(open_bundle(copy, verify=False).manifest, **fields)
-    graph = onnx.load(copy / names.GRAPH_FILE, load_external_data=False)
+    graph = onnx.load(copy / GRAPH_FILE, load_external_data=False)
     onnx.helper.set_model_props(graph, manifest.graph_metadata)
-    onnx.save(graph, copy / names.GRAPH_FILE)
+    onnx.save(graph, copy / GRAPH_FILE)
     write_manifest(copy, replace(manifest, files={}))
     return copy
 
@@ -113,9 +114,9 @@ def with_engines(bundle: Path, folder: Path) -> Path:
     """A copy of a bundle with segment networks, with files in the place of their engines, which no engine can read."""
     shutil.copytree(bundle, folder)
     manifest = open_bundle(bundle, verify=False).manifest
-    (folder / names.ENGINES_FOLDER).mkdir()
-    for part in (*(names.segment(k) for k in range(len(manifest.segment_sizes))), *names.AFTER_SEGMENTS):
-        (folder / names.engine_file(part)).write_bytes(b"engine" * 1000)
+    (folder / ENGINES_FOLDER).mkdir()
+    for part in (*(segment_name(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS):
+        (folder / engine_file(part)).write_bytes(b"engine" * 1000)
     engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)
     write_manifest(folder, replace(manifest, engines=engines))
     return folder
@@ -126,10 +127,10 @@ def without(bundle: Path, folder: Path, lost: str) -> Path:
     `lost`."""
     for file in bundle.rglob("*"):
         name = file.relative_to(bundle).as_posix()
-        omitted = (lost, names.MANIFEST_FILE, f"{names.SEGMENTS_FOLDER}/", f"{names.ENGINES_FOLDER}/")
+        omitted = (lost, MANIFEST_FILE, f"{SEGMENTS_FOLDER}/", f"{ENGINES_FOLDER}/")
         if file.is_file() and not name.startswith(omitted):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / name)
-    manifest = Manifest.from_json((bundle / names.MANIFEST_FILE).read_text())
+    manifest = Manifest.from_json((bundle / MANIFEST_FILE).read_text())
     write_manifest(folder, replace(manifest, networks=None, engines=None, files={}))
     return folder

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 import onnxruntime as ort
 
-from tide_export import names
+from tide_export.bundle.file_names import network_file
+from tide_export.bundle.network_spec import NetworkSpec, specs
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.callers_networks import load_networks
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.network_spec import NetworkSpec, specs
 
 Run = tuple[str, int, int]  # the network, tokens of each sequence, and sequences
 
@@ -46,7 +46,7 @@ class CallersNetworks:
         for name in self.specs:
             options = ort.SessionOptions()
             options.log_severity_level, options.intra_op_num_threads = 4, 1
-            self._sessions[name] = ort.InferenceSession(str(bundle.path / names.network_file(name)), options)
+            self._sessions[name] = ort.InferenceSession(str(bundle.path / network_file(name)), options)
         self.runs: list[Run] = []
         self.before: Callable[[Run], None] = lambda run: None
         self.after: Callable[[Run, Mapping[str, np.ndarray]], None] = lambda run, tensors: None

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from tide_export import names
+from tide_export.bundle.file_names import DRAFTER_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
-from tide_export.compose.builder import Block, Weights
 from tide_export.compose.drafter import compose_drafter
 from tide_export.drafting.bundle import write_drafter
 from tide_export.drafting.files import drafter_info, put_before, quantized
 from tide_export.drafting.pieces import pieces_of
+from tide_export.graph.builder import GraphBuilder, Weights
+from tide_export.graph.rewriting import FLOAT, INT64, typed_value
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.names import paged_drafter as names
 from tide_export.routers.drafter import CONFIDENCES, Drafter, Shape
-from tide_export.trace.rewriting import FLOAT, INT64, typed_value
 
 ROWS = 64  # of a sequence
 
@@ -50,13 +51,13 @@ def with_drafter(bundle: Path, drafter: Drafter, rows: int = ROWS, **changes: An
     vocabulary = manifest.model.vocab_size
     pieces = pieces_of(drafter, rows)
     model = lower_for_onnxruntime(compose_drafter(pieces), quantized(pieces))
-    block = Block("embedding", Weights())
+    builder = GraphBuilder("embedding", Weights())
     table = np.random.default_rng(6).standard_normal((vocabulary, drafter.shape.embedding)).astype(np.float32)
     ids = typed_value(names.INPUT_IDS, INT64, [1, "tokens"])
-    inputs = [block.weights.float32("embedding", table), ids]
-    rows_of = block.op("Gather", inputs, dtype=FLOAT, shape=[1, "tokens", drafter.shape.embedding])
-    put_before(model, block.model("embedding", [ids], {"embeddings": rows_of}))
-    ir.save(model, bundle / names.DRAFTER_FILE)
+    inputs = [builder.weights.float32("embedding", table), ids]
+    rows_of = builder.op("Gather", inputs, dtype=FLOAT, shape=[1, "tokens", drafter.shape.embedding])
+    put_before(model, builder.model("embedding", [ids], {"embeddings": rows_of}))
+    ir.save(model, bundle / DRAFTER_FILE)
     info = replace(drafter_info(pieces, manifest.model.weights_sha256, None), **changes)
     write_manifest(bundle, replace(manifest, drafter=info))
     return bundle

@@ -8,8 +8,11 @@ import numpy as np
 import onnxruntime as ort
 from ort_sessions import session_options
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE, batch_file
 from tide_export.bundle.opened import Bundle
+from tide_export.names import batch_networks as names
+from tide_export.names import paged, step_graph
+from tide_export.names.networks import HEAD, segment_name, skipped_name
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 Arrays = dict[str, np.ndarray]
@@ -27,7 +30,7 @@ class Pool:
             heads, width = manifest.kv_shape(layer)
             for kind in ("key", "value"):
                 shape = (pages, heads, page_tokens, width)
-                self.arrays[names.pages(layer, kind)] = np.zeros(shape, manifest.kv_dtype)
+                self.arrays[paged.pages(layer, kind)] = np.zeros(shape, manifest.kv_dtype)
 
     def extend(self, table: list[int], length: int) -> None:
         """Gives a sequence of `length` tokens the pages that it lacks."""
@@ -62,7 +65,7 @@ class StepGraph:
     """One sequence through model.onnx."""
 
     def __init__(self, bundle: Bundle) -> None:
-        self.manifest, self.network = bundle.manifest, Network(bundle, names.GRAPH_FILE)
+        self.manifest, self.network = bundle.manifest, Network(bundle, GRAPH_FILE)
         self.pool, self.table, self.length = Pool(bundle), list[int](), 0
         none = np.zeros((1, 0, self.manifest.model.hidden_size), np.float32)
         self.pending = [none for _ in self.manifest.checkpoints]
@@ -75,21 +78,21 @@ class StepGraph:
         self.length += len(ids)
         self.pool.extend(self.table, self.length)
         feeds: Arrays = {
-            names.INPUT_IDS: np.array([ids]),
-            names.SEQUENCE_LENGTHS: np.array([self.length]),
-            names.PAGE_TABLE: np.array([self.table], np.int32),
-            names.LOGITS_POSITIONS: np.array([[0, n - keep] for n in range(keep)]),
-            names.THRESHOLDS: np.array(limits, np.float32),
+            step_graph.INPUT_IDS: np.array([ids]),
+            step_graph.SEQUENCE_LENGTHS: np.array([self.length]),
+            step_graph.PAGE_TABLE: np.array([self.table], np.int32),
+            step_graph.LOGITS_POSITIONS: np.array([[0, n - keep] for n in range(keep)]),
+            step_graph.THRESHOLDS: np.array(limits, np.float32),
         }
         for k, limit in enumerate(limits, start=1):
-            feeds[names.skip_threshold(k)] = np.array([limit], np.float32)
-            feeds[names.pending(k)] = self.pending[k - 1]
+            feeds[step_graph.skip_threshold(k)] = np.array([limit], np.float32)
+            feeds[step_graph.pending(k)] = self.pending[k - 1]
         outputs = self.network(self.pool, feeds)
-        exits = [k for k, score in enumerate(outputs.get(names.SCORES, [[]])[0]) if score > limits[k]]
-        if names.NEW_PENDING in outputs:
-            self._keep(outputs[names.NEW_PENDING], exits)
+        exits = [k for k, score in enumerate(outputs.get(step_graph.SCORES, [[]])[0]) if score > limits[k]]
+        if step_graph.NEW_PENDING in outputs:
+            self._keep(outputs[step_graph.NEW_PENDING], exits)
         depth = [*self.manifest.checkpoints, self.manifest.model.num_layers]
-        return outputs[names.LOGITS], depth[min(exits, default=-1)]
+        return outputs[step_graph.LOGITS], depth[min(exits, default=-1)]
 
     def _keep(self, states: np.ndarray, exits: list[int]) -> None:
         """What is pending before the first segment that did not run; nothing is before those that ran, and before those
@@ -105,15 +108,15 @@ class Batch:
         self.manifest, self.pool = bundle.manifest, Pool(bundle)
         self.tables, self.lengths = [list[int]() for _ in range(sequences)], [0] * sequences
         count = len(self.manifest.checkpoints) + 1
-        self.segments = [Network(bundle, names.batch_file(names.segment(k))) for k in range(count)]
-        self.head = Network(bundle, names.batch_file(names.HEAD))
-        files = [names.batch_file(names.skipped(k)) for k in range(1, count)]
+        self.segments = [Network(bundle, batch_file(segment_name(k))) for k in range(count)]
+        self.head = Network(bundle, batch_file(HEAD))
+        files = [batch_file(skipped_name(k)) for k in range(1, count)]
         self.skipped = [Network(bundle, file) if file in bundle.manifest.files else None for file in files]
 
     def full(self, ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Logits of all new tokens of each sequence, at full depth."""
         states = self.through(ids, range(len(self.segments)))[names.EXIT_STATES]
-        logits = self.head(self.pool, {names.EXIT_STATES: states[None]})[names.LOGITS][0]
+        logits = self.head(self.pool, {names.HEAD_STATES: states[None]})[names.LOGITS][0]
         return np.split(logits, np.cumsum([len(new) for new in ids])[:-1])
 
     def through(self, ids: Sequence[Sequence[int]], segments: range) -> Arrays:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tide_export.names import segment
+from tide_export.names.networks import segment_name
 from tide_export.runtime.stepping import StepResult
 
 New = Mapping[int, list[int]]  # tokens by the number of a sequence
@@ -86,7 +86,7 @@ class Batched:
 
 @contextmanager
 def _failing(networks: Any, k: int) -> Iterator[None]:
-    networks.failing_once(segment(k))
+    networks.failing_once(segment_name(k))
     try:
         yield
     finally:

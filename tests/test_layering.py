@@ -15,7 +15,7 @@ finally:
     sys.path.pop(0)
 
 # Units that import without the `export` extra and without an engine, all modules of them.
-LIGHT = ("errors", "formatting", "names", "progress", "version")
+LIGHT = ("errors", "names", "common")
 LIGHT += ("thresholds", "bundle", "runtime", "engines", "tuning", "cli")
 
 

@@ -14,15 +14,16 @@ from tiny_configs import CHECKPOINTS, CONTEXT
 from tide_export.bundle.manifest import EXACT, FLOAT32_KV, PROPAGATE
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
+from tide_export.calibration.config import TideConfig
 from tide_export.compose.cut import Pieces, cut
 from tide_export.compose.propagate import compose_propagating
 from tide_export.compose.step_graph import compose
-from tide_export.config import TideConfig
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
-from tide_export.pipeline.contents import context_length, make_manifest, save_graph
+from tide_export.pipeline.contents import make_manifest, save_graph
+from tide_export.pipeline.preflight import context_length
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, load, open_engine

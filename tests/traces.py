@@ -23,16 +23,21 @@ class Traces:
         self.folder = folder
 
     def __call__(
-        self, source: SourceModel, checkpoints: Sequence[int], max_length: int | None = None, every_layer: bool = False
+        self,
+        source: SourceModel,
+        checkpoints: Sequence[int],
+        max_length: int | None = None,
+        every_layer: bool = False,
+        lora_rank: int = 0,
     ) -> TracedModel:
         assert source.quantized is None, "quantized blocks are traced differently and are not in the key"
         length = max_length or source.context_length
         marked = range(source.num_layers) if every_layer else sorted({0, *checkpoints})  # a marker before each of these
-        key = (source.weights_sha256, source.model.config.to_json_string(), tuple(marked), length)
+        key = (source.weights_sha256, source.model.config.to_json_string(), tuple(marked), length, lora_rank)
         file = self.folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.onnx"
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
-                ir.save(trace(source, checkpoints, length, every_layer).model, file.with_suffix(".partial"))
+                ir.save(trace(source, checkpoints, length, every_layer, lora_rank).model, file.with_suffix(".partial"))
                 file.with_suffix(".partial").rename(file)
         return TracedModel(ir.load(file), (0, *checkpoints, source.num_layers), every_layer)

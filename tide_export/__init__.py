@@ -1,13 +1,14 @@
-"""tide_export: from a Hugging Face causal LM with early-exit routers to an engine that really skips layers.
+"""Exports Hugging Face causal LMs with early-exit routers to engines that skip layers.
 
-`export` makes a bundle of a model and `load` runs it. Everything in `__all__` is the public API. What is not an error
-is imported when it is first used, so that running a bundle needs NumPy and one engine alone; what makes or checks a
-bundle needs the `export` extra.
+`export` makes a bundle of a model and `load` runs it. Everything in `__all__` is the public API. All but the errors is
+imported at first use, so that running a bundle needs only NumPy and one engine; making or checking a bundle needs the
+`export` extra.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tide_export.common.version import __version__
 from tide_export.errors import (
     AdaptError,
     BuildError,
@@ -29,12 +30,11 @@ from tide_export.errors import (
     TuneError,
     UnsupportedModelError,
 )
-from tide_export.version import __version__
 
 if TYPE_CHECKING:
     from tide_export.adaptation.config import AdaptConfig
     from tide_export.adaptation.flow import adapt
-    from tide_export.config import TideConfig
+    from tide_export.calibration.config import TideConfig
     from tide_export.drafting.config import DraftConfig
     from tide_export.drafting.flow import draft
     from tide_export.model.structure import ModelStructure, register_adapter
@@ -106,7 +106,7 @@ _MODULES = {
     "RequestHandle": "runtime.handle",
     "Scheduler": "runtime.scheduler",
     "SchedulerLimits": "runtime.scheduler",
-    "TideConfig": "config",
+    "TideConfig": "calibration.config",
     "adapt": "adaptation.flow",
     "bench": "runtime.bench",
     "calibrate": "pipeline.calibrate",

@@ -6,18 +6,18 @@ command line prints the sentence and exits with code 2; library users catch `Tid
 
 
 class TideError(Exception):
-    """Base of every error a user can cause or mend; the message is one sentence naming the file or option."""
+    """Base of all errors that users can fix; the message is one sentence naming the file or option."""
 
     exit_code = 2
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """Returns an error's message on one line of at most `limit` characters; its type's name where it is empty."""
+    """Returns an error's message, or its type if empty, on one line of at most `limit` characters."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of a library's message, without the stack it may append; its type's name if empty."""
+    """Returns the first line of an error's message, or its type if empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -30,7 +30,7 @@ class ModelError(TideError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture lacks something that the export needs; the message names it."""
+    """The architecture lacks a property that the export needs; the message names it."""
 
 
 class DatasetError(TideError):
@@ -38,15 +38,15 @@ class DatasetError(TideError):
 
 
 class CalibrationError(TideError):
-    """Routers cannot be fitted from the text and model given."""
+    """Routers cannot be fitted to the given text and model."""
 
 
 class AdaptError(TideError):
-    """A model cannot be trained for early exit, or the result or the state to resume from cannot be written or read."""
+    """A model cannot be trained for early exit, or its result or saved state cannot be accessed."""
 
 
 class DraftError(TideError):
-    """A drafter cannot be trained on a bundle's answers, or its cache or the bundle cannot be read or written."""
+    """A drafter cannot be trained on a bundle's answers, or its cache or bundle cannot be accessed."""
 
 
 class RouterFileError(TideError):
@@ -62,7 +62,7 @@ class GraphError(TideError):
 
 
 class TuneError(TideError):
-    """Thresholds cannot be certified from the prompts: too few, or all from documents the routers were fitted on."""
+    """Thresholds cannot be certified: the prompts are too few, or the routers were fitted on them."""
 
 
 class BundleError(TideError):
@@ -70,7 +70,7 @@ class BundleError(TideError):
 
 
 class HubError(TideError):
-    """The hub cannot be reached, refuses, or holds something else than a bundle under that name."""
+    """The hub cannot be reached or refuses access, or the repository does not hold a bundle."""
 
 
 class GenerationError(TideError):
@@ -78,15 +78,15 @@ class GenerationError(TideError):
 
 
 class ConstraintError(GenerationError):
-    """What a request asks of its text (a grammar, biases, penalties, a processor) leaves no next token."""
+    """A request's grammar, biases, penalties or processor leave no possible next token."""
 
 
 class QueueFullError(GenerationError):
-    """As many requests wait in a scheduler as it takes: submit again later."""
+    """The queue of a scheduler is full: submit the request again later."""
 
 
 class ProviderError(TideError):
-    """The engine asked for cannot run on this machine."""
+    """The requested engine cannot run on this machine."""
 
 
 class BuildError(TideError):

@@ -15,8 +15,8 @@ from tide_export.adaptation.flow import adapt
 from tide_export.adaptation.layer_dropout import dropped_layers, skip_rates
 from tide_export.adaptation.losses import Batch, accumulate_gradients, exit_weights
 from tide_export.adaptation.training import learning_rate
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
-from tide_export.config import TideConfig
 from tide_export.errors import AdaptError, ConfigError, TideError
 from tide_export.model.source import wrap_model
 from tide_export.pipeline.flow import export

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tide_export.bundle.file_names import WEIGHTS_FILE
 from tide_export.bundle.inspect import describe, render
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import BundleError
-from tide_export.names import WEIGHTS_FILE
 
 
 def test_segments_cover_every_layer_once(demo_bundle: Path):

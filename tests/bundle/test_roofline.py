@@ -11,8 +11,15 @@ from bundles import make_manifest
 from command_line import refused
 from onnx import TensorProto, helper
 
-from tide_export import names
 from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, NetworksInfo, Profile
+from tide_export.bundle.file_names import (
+    ENGINES_FOLDER,
+    GRAPH_FILE,
+    SEGMENTS_FOLDER,
+    SEGMENTS_WEIGHTS_FILE,
+    engine_file,
+    network_file,
+)
 from tide_export.bundle.gpu_bandwidth import GPUS, bandwidth_of
 from tide_export.bundle.inspect import describe, render
 from tide_export.bundle.kv_buffers import default_context, kv_buffers
@@ -23,8 +30,9 @@ from tide_export.bundle.roofline import HOSTS, Roofline, break_even, predict
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.cli.main import main
 from tide_export.errors import BundleError, ConfigError
+from tide_export.names.networks import AFTER_SEGMENTS, segment_name
 
-SEGMENTS = [names.segment(k) for k in range(3)]
+SEGMENTS = [segment_name(k) for k in range(3)]
 EMBEDDING = (0, 1024)  # offset and bytes of 32 tokens' 16 numbers of float16
 INFO = NetworksInfo("fp16", 256, 512, 32, 16, 16, 1, 16)
 
@@ -34,7 +42,7 @@ def network(*nodes: onnx.NodeProto, **weights: tuple[int, int, int]) -> bytes:
     tensors = []
     for name, (offset, length, rank) in weights.items():
         tensor = TensorProto(name=name, dims=[1] * rank, data_type=TensorProto.FLOAT16)
-        for key, value in (("location", names.SEGMENTS_WEIGHTS_FILE), ("offset", offset), ("length", length)):
+        for key, value in (("location", SEGMENTS_WEIGHTS_FILE), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
         tensors.append(tensor)
     graph = helper.make_graph(
@@ -65,13 +73,13 @@ def tiny(folder: Path, manifest: Manifest | None = None, **other_parts: bytes) -
     """A bundle of those networks."""
     manifest = manifest or tiny_manifest()
     with writing_bundle(folder / "tiny", overwrite=True) as path:
-        (path / names.GRAPH_FILE).write_bytes(b"graph")
-        (path / names.SEGMENTS_FOLDER).mkdir()
-        (path / names.ENGINES_FOLDER).mkdir()
+        (path / GRAPH_FILE).write_bytes(b"graph")
+        (path / SEGMENTS_FOLDER).mkdir()
+        (path / ENGINES_FOLDER).mkdir()
         for name, content in (parts() | other_parts).items():
-            (path / names.network_file(name)).write_bytes(content)
+            (path / network_file(name)).write_bytes(content)
             if manifest.engines is not None:
-                (path / names.engine_file(name)).write_bytes(b"engine")
+                (path / engine_file(name)).write_bytes(b"engine")
         write_manifest(path, manifest)
     return folder / "tiny"
 
@@ -152,7 +160,7 @@ def test_attention_that_is_not_fused_reads_all_rows(tmp_path: Path) -> None:
 def test_the_builders_own_figures_are_taken(tmp_path: Path) -> None:
     """Without the embedding, of which a token reads a row."""
     built = {name: BuiltEngine(5_000_000, 0, 40, 1, 1) for name in SEGMENTS}
-    built |= {name: BuiltEngine(2_000, 0, 4, 0, 0) for name in names.AFTER_SEGMENTS}
+    built |= {name: BuiltEngine(2_000, 0, 4, 0, 0) for name in AFTER_SEGMENTS}
     profile = Profile("decode", 1, 1, 2, 1)
     engines = EnginesInfo("tensorrt", "11.1", ("9.0",), "ab" * 32, (profile,), 1.0, None, built)
     line = line_of(tiny(tmp_path, tiny_manifest(engines=engines)))
@@ -253,7 +261,7 @@ def test_real_networks_are_read_as_onnx_reads_them(demo_bundle: Path, reader: Ca
     networks = network_weights(bundle)
     places, total = set(), 0
     for name, found in networks.items():
-        graph = onnx.load(str(demo_bundle / names.network_file(name)), load_external_data=False).graph
+        graph = onnx.load(str(demo_bundle / network_file(name)), load_external_data=False).graph
         stored = [{entry.key: entry.value for entry in tensor.external_data} for tensor in graph.initializer]
         stored = [(int(entry["offset"]), int(entry["length"])) for entry in stored if entry]
         own = [weight for weight in found.weights if weight.offset != SHARED]

@@ -15,8 +15,8 @@ import numpy as np
 
 from tide_export.calibration import state_store as store
 from tide_export.calibration.collect import collect
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
-from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.model.source import load_model
 

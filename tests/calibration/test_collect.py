@@ -10,7 +10,7 @@ import torch
 
 from tide_export.calibration import state_store as store
 from tide_export.calibration.collect import collect
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 from tide_export.model.source import wrap_model

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.estimate import Costs, Work
 from tide_export.calibration.flow import calibrate
 from tide_export.calibration.placement import CURVE_TOKENS
 from tide_export.calibration.split import Split
-from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 

@@ -6,8 +6,8 @@ import torch
 
 from tide_export.calibration.assessment import Costs, Evaluation
 from tide_export.calibration.collect import collect
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.evaluate import count_costs, evaluate, read_examples
-from tide_export.config import TideConfig
 from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.verify.oracle import oracle

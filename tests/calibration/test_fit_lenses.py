@@ -10,9 +10,9 @@ import torch
 from tide_export.calibration import fit_lenses as module
 from tide_export.calibration import lens_checkpoint
 from tide_export.calibration.collect import collect
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_lenses import fit_lenses
 from tide_export.calibration.labels import agreement, divergence, normalize, top1
-from tide_export.config import TideConfig
 from tide_export.data.sequences import read_sequences
 from tide_export.errors import CalibrationError
 
@@ -158,7 +158,7 @@ def test_auto_uses_one_only_where_it_saves_more_than_it_costs(demo, text, fitted
 def test_a_killed_run_resumes_to_the_same_lenses(demo, text, fitted, tmp_path, monkeypatch):
     monkeypatch.setattr(lens_checkpoint, "SAVE_SECONDS", 0.0)
     passes = []
-    run = module._run
+    run = type(demo).raw_states
 
     def dies(*arguments):
         passes.append(1)
@@ -166,7 +166,7 @@ def test_a_killed_run_resumes_to_the_same_lenses(demo, text, fitted, tmp_path, m
             raise KeyboardInterrupt
         return run(*arguments)
 
-    monkeypatch.setattr(module, "_run", dies)
+    monkeypatch.setattr(type(demo), "raw_states", dies)
     with pytest.raises(KeyboardInterrupt):
         fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)
     lenses, reports = fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)

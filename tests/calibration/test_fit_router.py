@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tide_export.calibration import fit_router as fit
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_router import LabelledStates, assess, fit_router
-from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.routers.router import Router
 

@@ -9,10 +9,10 @@ import torch
 
 import tide_export
 from tide_export.calibration import flow
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_checkpoints import fit_checkpoints
 from tide_export.calibration.flow import calibrate
 from tide_export.calibration.split import split_sequences
-from tide_export.config import TideConfig
 from tide_export.data.documents import document_hash
 from tide_export.data.sequences import read_sequences
 from tide_export.errors import CalibrationError, ConfigError, DatasetError

@@ -6,8 +6,8 @@ import torch
 
 from tide_export.calibration import labels as module
 from tide_export.calibration.collect import Sample
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.labels import agreement, divergence, may_exit, normalize, top1
-from tide_export.config import TideConfig
 
 CHECKPOINTS = (3, 6, 9)
 

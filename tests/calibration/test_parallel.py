@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tide_export.calibration.collect import collect
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.parallel import in_parallel
-from tide_export.config import TideConfig
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tide_export.calibration.assessment import Costs
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.placement import BRANCH_COST, RECALL, LayerStatistics, choose_checkpoints, measure_layers
-from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 
 CHEAP = Costs(layer=1.0, head=0.0, router=0.01, lens=0.0)

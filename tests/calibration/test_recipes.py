@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
-from tide_export.config import TideConfig
 from tide_export.routers.router_set import RouterSet
 
 ROOT = Path(__file__).parents[2]

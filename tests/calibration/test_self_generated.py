@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tide_export.calibration import self_generated
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.flow import calibrate
 from tide_export.calibration.sampling_plan import Plan
 from tide_export.calibration.self_generated import answer_prompts, prompts_to_answer
 from tide_export.cli.main import main
-from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError, DatasetError
 from tide_export.routers.router_set import RouterSet
@@ -80,15 +79,15 @@ def test_more_answers_are_sampled_anew_and_belong_to_the_same_prompt(demo, token
 
 def test_a_killed_run_resumes_with_the_batches_that_are_missing(demo, tokenizer, prompts, tmp_path, monkeypatch):
     whole = answer_prompts(demo, tokenizer, config_of(prompts), None)
-    real, batches = self_generated._answer, []
+    generate, batches = demo.model.generate, []
 
-    def killed(source, batch, *rest):
+    def killed(*given, **options):
         if len(batches) == 2:
             raise KeyboardInterrupt
-        batches.append(batch)
-        return real(source, batch, *rest)
+        batches.append(given)
+        return generate(*given, **options)
 
-    monkeypatch.setattr(self_generated, "_answer", killed)
+    monkeypatch.setattr(demo.model, "generate", killed)
     with pytest.raises(KeyboardInterrupt):
         answer_prompts(demo, tokenizer, config_of(prompts), tmp_path)
     batches.clear()

@@ -5,8 +5,8 @@ import pytest
 
 from tide_export.compose.passes.carried_states import CarriedStatesPass
 from tide_export.errors import UnsupportedModelError
-from tide_export.names import DOMAIN, OP_CHECKPOINT
-from tide_export.trace.rewriting import FLOAT, INT64, dims, nodes_of, typed_value
+from tide_export.graph.rewriting import FLOAT, INT64, dims, nodes_of, typed_value
+from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
 
 WIDTHS = {"embed": 6, "extra_0": 2, "extra_1": 3}
 

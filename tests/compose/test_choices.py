@@ -7,8 +7,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tide_export import names
 from tide_export.compose.segments import compose_choices
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import BEST, CANDIDATES
 
 Sessions = dict[str, ort.InferenceSession]
 
@@ -39,12 +40,10 @@ def drawn(count: int, vocabulary: int) -> np.ndarray:
 
 def test_they_find_the_largest_logits_and_the_first_of_equal_ones(sessions: Sessions, vocabulary: int) -> None:
     logits = drawn(30, vocabulary)
-    tokens, best = sessions[names.BEST].run([names.BEST_TOKENS, names.BEST_LOGITS], {names.LOGITS: logits})
+    tokens, best = sessions[BEST].run([names.BEST_TOKENS, names.BEST_LOGITS], {names.LOGITS: logits})
     np.testing.assert_array_equal(tokens, logits.argmax(1))
     np.testing.assert_array_equal(best, logits.max(1))
-    values, ids = sessions[names.CANDIDATES].run(
-        [names.CANDIDATE_LOGITS, names.CANDIDATE_TOKENS], {names.LOGITS: logits}
-    )
+    values, ids = sessions[CANDIDATES].run([names.CANDIDATE_LOGITS, names.CANDIDATE_TOKENS], {names.LOGITS: logits})
     assert values.shape == (30, min(names.MAX_CANDIDATES, vocabulary))
     np.testing.assert_array_equal(values, -np.sort(-logits, axis=1)[:, : values.shape[1]])
     np.testing.assert_array_equal(np.take_along_axis(logits, ids, 1), values)
@@ -54,6 +53,6 @@ def test_they_find_the_largest_logits_and_the_first_of_equal_ones(sessions: Sess
 def test_a_logit_that_is_not_finite_is_seen(sessions: Sessions, vocabulary: int, broken: float) -> None:
     logits = drawn(3, vocabulary)
     logits[1, 77] = broken
-    (best,) = sessions[names.BEST].run([names.BEST_LOGITS], {names.LOGITS: logits})
-    (values,) = sessions[names.CANDIDATES].run([names.CANDIDATE_LOGITS], {names.LOGITS: logits})
+    (best,) = sessions[BEST].run([names.BEST_LOGITS], {names.LOGITS: logits})
+    (values,) = sessions[CANDIDATES].run([names.CANDIDATE_LOGITS], {names.LOGITS: logits})
     assert np.isfinite(best).tolist() == np.isfinite(values[:, 0]).tolist() == [True, False, True]

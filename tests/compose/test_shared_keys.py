@@ -3,8 +3,8 @@
 import onnx_ir as ir
 
 from tide_export.compose.passes.shared_keys import KV_LAYER, SharedKeysPass
-from tide_export.names import DOMAIN, OP_ATTENTION
-from tide_export.trace.rewriting import FLOAT, nodes_of, typed_value
+from tide_export.graph.rewriting import FLOAT, nodes_of, typed_value
+from tide_export.names.operators import DOMAIN, OP_ATTENTION
 
 
 def attentions(*layers: tuple[str, str]) -> ir.Model:

@@ -12,13 +12,15 @@ import torch
 from tiny_configs import HEADS
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.compose.cut import cut
 from tide_export.compose.step_graph import compose
 from tide_export.errors import GraphError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.paged_attention import Form, form_of, options_of
 from tide_export.model.source import wrap_model
+from tide_export.names import step_graph as names
+from tide_export.names.operators import OP_ATTENTION, OP_CANDIDATE, OP_CHECKPOINT, OP_LENS_CANDIDATE, OP_PAGED_ATTENTION
 from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.runtime.engine import load
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -76,7 +78,7 @@ def full_form(demo_source, pieces):
 
 
 def test_the_bundle_graph_passes_the_checker_with_shape_inference(demo_bundle: Path) -> None:
-    onnx.checker.check_model(str(demo_bundle / names.GRAPH_FILE), full_check=True)
+    onnx.checker.check_model(str(demo_bundle / GRAPH_FILE), full_check=True)
 
 
 def test_one_if_per_segment_after_the_first(model) -> None:
@@ -112,8 +114,8 @@ def test_checkpoints_with_and_without_a_lens_are_two_functions(demo_source, piec
 def test_our_operator_names_collide_with_no_onnx_operator() -> None:
     # TensorRT dispatches on the bare op type, whatever its domain.
     known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
-    ours = {names.OP_ATTENTION, names.OP_CHECKPOINT, names.OP_CANDIDATE, names.OP_LENS_CANDIDATE}
-    ours |= set(names.OP_PAGED_ATTENTION.values())
+    ours = {OP_ATTENTION, OP_CHECKPOINT, OP_CANDIDATE, OP_LENS_CANDIDATE}
+    ours |= set(OP_PAGED_ATTENTION.values())
     assert not known & ours
 
 

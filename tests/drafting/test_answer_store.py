@@ -31,7 +31,7 @@ def test_what_was_added_is_read_again(tmp_path: Path) -> None:
     store.append(added[2:], 2.0)
     store.close()
     store = AnswerStore(tmp_path, WIDTH)
-    assert (store.seconds, store.own) == (3.5, 5)
+    assert (store.seconds, store.answered) == (3.5, 5)
     for (request, tokens, states), found in zip(added, store.answers, strict=True):
         assert found.ids.tolist() == [*request.ids, *tokens]
         assert (found.number, found.prompt, found.held_out) == (request.number, len(request.ids), request.held_out)
@@ -89,7 +89,7 @@ def test_processes_read_what_the_others_added(tmp_path: Path) -> None:
     for store, seconds in ((first, 1.0), (second, 2.0)):
         store.reload()
         assert [found.number for found in store.answers] == [0, 1, 2, 3]
-        assert (store.own, store.seconds) == (2, seconds)
+        assert (store.answered, store.seconds) == (2, seconds)
         assert torch.equal(store.states(store.answers[3]), torch.from_numpy(answer(3)[2]).to(torch.bfloat16))
 
 

@@ -11,7 +11,6 @@ import torch
 from drafters import random_drafter
 from ort_sessions import session_options
 
-from tide_export import names
 from tide_export.compose.drafter import EMBEDDINGS, compose_drafter
 from tide_export.drafting.files import QUANTIZATION, quantized
 from tide_export.drafting.network import Cache, DrafterNetwork
@@ -19,6 +18,7 @@ from tide_export.drafting.pieces import pieces_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.drafter import drafter_for_tensorrt
 from tide_export.model.quantized_weights import QuantizedWeights
+from tide_export.names import paged, paged_drafter, segment_drafter, segment_networks
 from tide_export.routers.drafter import HEAD_DIM, Drafter
 
 STATE, EMBEDDING, PAGE_TOKENS = 192, 128, 16
@@ -70,15 +70,15 @@ def test_rows_of_several_sequences_equal_the_reference(bits: int, bias: bool, tm
         ends = np.cumsum([count for _, count in scheduled])
         feeds = {
             EMBEDDINGS: np.concatenate(embeddings)[None],
-            names.HIDDEN_STATES: np.concatenate(states)[None],
-            names.POSITION_IDS: np.concatenate([one.rows + np.arange(count) for one, count in scheduled])[None],
-            names.LAST_TOKENS: ends - 1,
-            names.SEQUENCE_STARTS: np.array([0, *ends]),
-            names.SEQUENCE_LENGTHS: np.array([one.rows + count for one, count in scheduled]),
-            names.PAGE_TABLE: np.array([one.table for one, _ in scheduled], np.int32),
-            **{names.pages(0, kind): value for kind, value in pages.items()},
+            paged_drafter.HIDDEN_STATES: np.concatenate(states)[None],
+            paged_drafter.POSITION_IDS: np.concatenate([one.rows + np.arange(count) for one, count in scheduled])[None],
+            paged_drafter.LAST_TOKENS: ends - 1,
+            paged_drafter.SEQUENCE_STARTS: np.array([0, *ends]),
+            paged_drafter.SEQUENCE_LENGTHS: np.array([one.rows + count for one, count in scheduled]),
+            paged_drafter.PAGE_TABLE: np.array([one.table for one, _ in scheduled], np.int32),
+            **{paged.pages(0, kind): value for kind, value in pages.items()},
         }
-        outputs = [names.LOGITS, names.NEW_HIDDEN_STATES, names.new_pages(0, "key"), names.new_pages(0, "value")]
+        outputs = [paged_drafter.LOGITS, paged_drafter.NEW_HIDDEN_STATES, *(paged.new_pages(0, kind) for kind in pages)]
         logits, new_states, pages["key"], pages["value"] = session.run(outputs, feeds)
         for number, (one, count) in enumerate(scheduled):
             rows = reference.rows(torch.from_numpy(embeddings[number]), torch.from_numpy(states[number]), one.cache)
@@ -107,13 +107,14 @@ def test_the_network_beside_the_segments_equals_the_reference(weights: str, tmp_
         states = 3 * generator.standard_normal((len(counts), tokens, STATE)).astype(np.float32)
         feeds = {
             EMBEDDINGS: embeddings.astype(dtype),
-            names.HIDDEN_STATES: states.astype(dtype),
-            names.TOKEN_INDICES: np.arange(tokens),
-            names.PAST_LENGTHS: np.array([0 if cache is None else cache.rows for cache in caches[slots]]),
-            names.LAST_TOKENS: np.array([max(count - 1, 0) for count in counts]),
-            **{names.past(0, kind): value[slots] for kind, value in buffers.items()},
+            segment_drafter.HIDDEN_STATES: states.astype(dtype),
+            segment_drafter.TOKEN_INDICES: np.arange(tokens),
+            segment_drafter.PAST_LENGTHS: np.array([0 if cache is None else cache.rows for cache in caches[slots]]),
+            segment_drafter.LAST_TOKENS: np.array([max(count - 1, 0) for count in counts]),
+            **{segment_networks.past(0, kind): value[slots] for kind, value in buffers.items()},
         }
-        outputs = [names.LOGITS, names.NEW_HIDDEN_STATES, names.present(0, "key"), names.present(0, "value")]
+        buffered = [segment_networks.present(0, kind) for kind in ("key", "value")]
+        outputs = [segment_drafter.LOGITS, segment_drafter.NEW_HIDDEN_STATES, *buffered]
         logits, new_states, buffers["key"][slots], buffers["value"][slots] = session.run(outputs, feeds)
         assert logits.dtype == np.float32
         for number, count in enumerate(counts):

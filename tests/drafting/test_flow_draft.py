@@ -136,7 +136,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
             patched.setattr(training.Trainer, "train_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             draft(str(model), bundle.path, config(prompts))
-    assert f"goes on from what is in {tmp_path / '.bundle.draft'}" in caplog.messages[-1]
+    assert f"resumes from {tmp_path / '.bundle.draft'}" in caplog.messages[-1]
     assert len(bundle.written) == 1
     bundle.engine = StubEngine(target)
     report = draft(str(model), bundle.path, config(prompts))

@@ -213,27 +213,27 @@ class CScheduler:
 
 class CRequest:
     def __init__(self, engine: CEngine, handle: c_void_p, hooks: Hooks | None) -> None:
-        self._engine, self._handle = engine, handle
+        self._engine, self.handle = engine, handle
         self._hooks = hooks  # which must live until the request has ended
 
     def __iter__(self) -> Iterator[Token]:
         token = Token()
-        while (status := self._engine.functions.tide_request_next(self._handle, byref(token))) == 0:
+        while (status := self._engine.functions.tide_request_next(self.handle, byref(token))) == 0:
             yield token
         if status != ENDED:
             raise Refused(status, self._engine.functions.tide_last_error().decode())
 
     @property
     def cached_tokens(self) -> int:
-        return self._engine.functions.tide_request_cached_tokens(self._handle)
+        return self._engine.functions.tide_request_cached_tokens(self.handle)
 
     def cancel(self) -> None:
-        self._engine.functions.tide_request_cancel(self._handle)
+        self._engine.functions.tide_request_cancel(self.handle)
 
     def result(self) -> CGeneration:
         generation = c_void_p()
-        self._engine.call("request_result", self._handle, byref(generation))
+        self._engine.call("request_result", self.handle, byref(generation))
         return self._engine.taken(generation)
 
     def close(self) -> None:
-        self._engine.functions.tide_request_free(self._handle)
+        self._engine.functions.tide_request_free(self.handle)

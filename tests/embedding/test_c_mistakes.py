@@ -165,10 +165,10 @@ def test_tokens_beyond_the_last_are_none(loaded: CEngine) -> None:
     request, ids, status = scheduler.submit(PROMPT, **GREEDY), (c_int64 * 4)(), ctypes.c_int(-1)
     read = loaded.functions.tide_request_read
     read.restype = c_size_t
-    assert (read(request._handle, c_size_t(2**63), ids, c_size_t(4), byref(status)), status.value) == (0, 0)
+    assert (read(request.handle, c_size_t(2**63), ids, c_size_t(4), byref(status)), status.value) == (0, 0)
     tokens = request.result().tokens
     for start in (0, 3, 5, 6, 7, 2**63):
-        count = read(request._handle, c_size_t(start), ids, c_size_t(4), byref(status))
+        count = read(request.handle, c_size_t(start), ids, c_size_t(4), byref(status))
         assert ids[:count] == tokens[start : start + 4]
         assert status.value == (1 if start + count >= 6 else 0)
     request.close()

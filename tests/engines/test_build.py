@@ -10,10 +10,11 @@ import onnx
 import pytest
 from drafters import random_drafter
 
-from tide_export import names
 from tide_export.bundle.engine_fields import BuiltEngine
+from tide_export.bundle.file_names import MANIFEST_FILE, SEGMENTS_FOLDER, engine_file, network_file
 from tide_export.bundle.inspect import describe, render
 from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.network_spec import aliases, specs
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import with_batch_size
 from tide_export.bundle.store import write_manifest
@@ -24,13 +25,14 @@ from tide_export.engines import build
 from tide_export.engines.build import _check_built, _timing_cache, _warn, build_engines, require_builder, run_worker
 from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, BundleError, ConfigError, ProviderError
-from tide_export.runtime.network_spec import aliases, specs
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import AFTER_SEGMENTS, CANDIDATES, DRAFTER, HEAD, segment_name
 from tide_export.runtime.tensorrt import flavours, gpu
 from tide_export.runtime.tensorrt.engines import _Runtime
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.gpu import compute_capability
 
-PARTS = [*(names.segment(k) for k in range(4)), *names.AFTER_SEGMENTS]
+PARTS = [*(segment_name(k) for k in range(4)), *AFTER_SEGMENTS]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_every_network_of_the_demo_model_becomes_an_engine(built: Path, demo_bun
     ]
     assert (manifest.networks.max_batch_size, manifest.networks.max_slot_tokens) == (8, 32)
     for part in PARTS:
-        assert manifest.files[names.engine_file(part)].size > 100_000
+        assert manifest.files[engine_file(part)].size > 100_000
     assert {file: info for file, info in manifest.files.items() if not file.startswith("engines/")} == (
         before.manifest.files
     )
@@ -73,9 +75,9 @@ def test_the_weights_are_in_memory_once_for_all_profiles(built: Path) -> None:
     assert opened.manifest.engines is not None
     assert opened.manifest.engines.built is not None
     for part, engine in opened.manifest.engines.built.items():
-        network = onnx.load(str(built / names.network_file(part)))
+        network = onnx.load(str(built / network_file(part)))
         stored = sum(onnx.numpy_helper.to_array(weight).nbytes for weight in network.graph.initializer)
-        if part not in (names.HEAD, names.CANDIDATES):  # which have none
+        if part not in (HEAD, CANDIDATES):  # which have none
             assert 0.9 * stored < engine.weights_bytes < 1.1 * stored, part
             assert engine.activation_bytes > 0
         assert engine.layers > 1
@@ -99,7 +101,7 @@ def test_a_tied_head_multiplies_by_the_embedding_as_it_lies(built: Path) -> None
     engines = open_bundle(built, verify=False).manifest.engines
     assert engines is not None
     assert engines.built is not None
-    head = engines.built[names.HEAD]
+    head = engines.built[HEAD]
     assert head.weights_bytes < 1000
     assert head.layers <= 4 * 2, "of two profiles"
 
@@ -116,10 +118,10 @@ def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:
     opened = open_bundle(built, verify=False)
     assert opened.manifest.networks is not None
     for part, spec in specs(opened.manifest, opened.manifest.networks).items():
-        plan = opened.file(names.engine_file(part)).read_bytes()
+        plan = opened.file(engine_file(part)).read_bytes()
         for tensor in (*spec.inputs, *spec.outputs):
             assert tensor.encode() in plan, (part, tensor)
-        assert (b"[profile 4]" in plan) == (part not in names.AFTER_SEGMENTS)
+        assert (b"[profile 4]" in plan) == (part not in AFTER_SEGMENTS)
         assert b"[profile 1]" in plan
         assert b"[profile 5]" not in plan
 
@@ -129,7 +131,7 @@ def test_an_engine_has_a_header_the_library_knows(built: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     runtime = _Runtime(TENSORRT_RTX, trt)
     for part in PARTS:
-        engine = (built / names.engine_file(part)).read_bytes()
+        engine = (built / engine_file(part)).read_bytes()
         if compute_capability() is None:
             with pytest.raises(ProviderError, match="CUDA"):
                 runtime.load(engine, part)
@@ -146,15 +148,15 @@ def test_half_precision_networks_become_engines(weights: str, half_precision, tm
     drafter = pieces_of(
         random_drafter(576, manifest.model.hidden_size, tokens), 64
     )  # with one K/V head it is not fused
-    save_drafter_segment(tmp_path, drafter, manifest, tmp_path / names.network_file(names.DRAFTER))
+    save_drafter_segment(tmp_path, drafter, manifest, tmp_path / network_file(DRAFTER))
     manifest = replace(manifest, drafter=drafter_info(drafter, manifest.model.weights_sha256, None))
     info = build_engines(tmp_path, manifest, TENSORRT_RTX)  # refuses other types, shapes, or K/V that is not in place
     assert info.compute_capabilities == flavours.RTX_CAPABILITIES
-    parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), *names.AFTER_SEGMENTS, names.DRAFTER]
-    assert all((tmp_path / names.engine_file(part)).stat().st_size > 10_000 for part in parts)
+    parts = [*(segment_name(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS, DRAFTER]
+    assert all((tmp_path / engine_file(part)).stat().st_size > 10_000 for part in parts)
     assert info.built is not None
     attention = {part: (one.fused_attention_layers, one.attention_layers) for part, one in info.built.items()}
-    after = dict.fromkeys(names.AFTER_SEGMENTS, (0, 0))
+    after = dict.fromkeys(AFTER_SEGMENTS, (0, 0))
     assert attention == {"segment_00": (2, 2), "segment_01": (1, 1), "drafter": (1, 1), **after}
     assert "has no fused attention" not in caplog.text
 
@@ -165,9 +167,9 @@ def half_precision():
     from families import build as make_model
     from tiny_engines import bound
 
+    from tide_export.calibration.config import TideConfig
     from tide_export.compose.cut import cut
     from tide_export.compose.step_graph import compose
-    from tide_export.config import TideConfig
     from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
     from tide_export.lower.tensorrt.lower import networks_for_tensorrt
     from tide_export.pipeline.contents import make_manifest
@@ -273,23 +275,23 @@ def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp
     bundle = tmp_path / "bundle"
     shutil.copytree(built, bundle)
     spoil(bundle)
-    before = (bundle / names.MANIFEST_FILE).read_bytes()
+    before = (bundle / MANIFEST_FILE).read_bytes()
     assert main(["build", str(bundle), "-q"]) == 2
     line = capsys.readouterr().err
     assert "cannot build segment_02" in line
     assert len(line.splitlines()) == 1
-    assert (bundle / names.MANIFEST_FILE).read_bytes() == before
+    assert (bundle / MANIFEST_FILE).read_bytes() == before
     open_bundle(bundle)
     assert [entry.name for entry in tmp_path.iterdir()] == ["bundle"]
 
 
 def spoil(bundle: Path) -> None:
     """Gives segment 2 an unknown operator, in a bundle whose hashes fit."""
-    path = bundle / names.network_file("segment_02")
+    path = bundle / network_file("segment_02")
     model = onnx.load(str(path), load_external_data=False)
     model.graph.node[0].op_type = "Abacus"
     path.write_bytes(model.SerializeToString())
-    write_manifest(bundle, Manifest.from_json((bundle / names.MANIFEST_FILE).read_text()))
+    write_manifest(bundle, Manifest.from_json((bundle / MANIFEST_FILE).read_text()))
 
 
 def test_progress_adds_up_to_the_networks(demo_bundle: Path, tmp_path: Path) -> None:
@@ -358,7 +360,7 @@ def test_a_bundle_without_networks_cannot_be_built(tmp_path: Path, demo_bundle: 
         rebuild(tmp_path / "none", "tensorrt-rtx")
     bundle = tmp_path / "bundle"
     shutil.copytree(demo_bundle, bundle)
-    shutil.rmtree(bundle / names.SEGMENTS_FOLDER)
+    shutil.rmtree(bundle / SEGMENTS_FOLDER)
     manifest = open_bundle(demo_bundle, verify=False).manifest
     write_manifest(bundle, replace(manifest, networks=None, targets=("onnxruntime",)))
     with pytest.raises(BuildError, match="holds no segment networks to build from"):

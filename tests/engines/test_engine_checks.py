@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tide_export import names
+from tide_export.bundle.network_spec import kv_aliases, of_network, specs
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BundleError
-from tide_export.runtime.network_spec import kv_aliases, of_network, specs
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import HEAD
 from tide_export.runtime.tensorrt.engines import _check_engine
 
 
@@ -54,7 +55,7 @@ def test_an_engine_for_fewer_sequences_than_in_its_manifest_is_refused(demo_bund
         profiles = of_network(name, profiles_for(manifest.networks), manifest.networks)
         _check_engine(FoundEngine(spec, profiles), spec, profiles, "x.engine")
         fewer = tuple(replace(profile, batch_size=min(profile.batch_size, 4)) for profile in profiles)
-        tensor = r"exit_states of \[4, 1, 1280, 128\]" if name == names.HEAD else r"past_lengths of \[4\]"
+        tensor = r"exit_states of \[4, 1, 1280, 128\]" if name == HEAD else r"past_lengths of \[4\]"
         if names.LOGITS not in spec.inputs:  # which has a row for each position, whatever its sequence
             with pytest.raises(BundleError, match=f"takes {tensor} at most in profile"):
                 _check_engine(FoundEngine(spec, fewer), spec, profiles, "x.engine")

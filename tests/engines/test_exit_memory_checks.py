@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import onnx
 import pytest
 
-from tide_export import names
+from tide_export.bundle.file_names import ROUTERS_FILE
 from tide_export.bundle.opened import open_bundle
+from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
-from tide_export.config import TideConfig
 from tide_export.engines import build, exit_memory
 from tide_export.engines import rebuild as rebuilding
 from tide_export.engines.exit_memory import ExitSizes, check_exit_memory, router_file_sizes, warn_of_exit_memory
 from tide_export.errors import BuildError, BundleError
+from tide_export.names.operators import OP_EXIT
 from tide_export.pipeline import preflight, request
 from tide_export.pipeline.flow import export
 from tide_export.routers.router_set import RouterSet
@@ -120,19 +121,19 @@ def test_the_driver_is_asked_for_the_limits(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_router_file_has_the_sizes_of_the_networks(demo_bundle: Path, tiny_llama, tmp_path: Path) -> None:
     """Those that TensorRT gives the plugin are the shapes of the constants beside it."""
     for bundle in (demo_bundle, tiny_llama.exact):
-        found = router_file_sizes(bundle / names.ROUTERS_FILE)
+        found = router_file_sizes(bundle / ROUTERS_FILE)
         for network in sorted((bundle / "segments").glob("segment_*.onnx"))[:-1]:
             graph = onnx.load(str(network), load_external_data=False).graph
             shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
-            (node,) = (node for node in graph.node if node.op_type == names.OP_EXIT)
+            (node,) = (node for node in graph.node if node.op_type == OP_EXIT)
             given = {attribute.name: attribute.i for attribute in node.attribute}
             down, *rest = (shapes[name] for name in [node.input[4], *node.input[7:]])
             shortlist = rest[0][1] if given["shortlist"] else 0
             rank = rest[2 if shortlist else 0][1] if given["lens"] else 0
             assert found == ExitSizes(down[0], down[1], shortlist, rank)
-    routers = RouterSet.load(demo_bundle / names.ROUTERS_FILE)
+    routers = RouterSet.load(demo_bundle / ROUTERS_FILE)
     source = SimpleNamespace(hidden_size=routers.hidden_size, normalized_size=routers.hidden_size, vocab_size=9999)
-    assert preflight.exit_sizes(source, TideConfig(), routers) == router_file_sizes(demo_bundle / names.ROUTERS_FILE)
+    assert preflight.exit_sizes(source, TideConfig(), routers) == router_file_sizes(demo_bundle / ROUTERS_FILE)
     assert router_file_sizes(tmp_path / "none") is None
 
 
@@ -181,7 +182,7 @@ def test_export_refuses_before_it_calibrates(
     monkeypatch.setattr(request, "plugins_to_build_with", lambda *_: LIBRARY)
     monkeypatch.setattr("tide_export.pipeline.flow.trace", lambda *_, **__: pytest.fail("traced first"))
     on((12, 0), 38)
-    routers = demo_bundle / names.ROUTERS_FILE if given else None
+    routers = demo_bundle / ROUTERS_FILE if given else None
     with pytest.raises(
         BuildError, match=r"this GPU, of compute capability 12\.0, has 38: calibrate routers with router_"
     ):

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "plugins"))
 import tensorrt_uses
 from real_tensorrt import VERSIONS, RealTensorRT, real_tensorrt_in
 
-from tide_export.runtime.network_spec import TENSORRT_TYPES
+from tide_export.bundle.network_spec import TENSORRT_TYPES
 from tide_export.runtime.tensorrt.gpu import compute_capability
 
 SCRIPT = Path(tensorrt_uses.__file__)

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tide_export import names
+from tide_export.bundle.file_names import engine_file
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.engines.trtexec import OPTIONS, trtexec_lines
 from tide_export.errors import BundleError
+from tide_export.names.networks import AFTER_SEGMENTS, segment_name
 
-PARTS = [*(names.segment(k) for k in range(4)), *names.AFTER_SEGMENTS]
+PARTS = [*(segment_name(k) for k in range(4)), *AFTER_SEGMENTS]
 
 
 def profiles_of(arguments: list[str]) -> list[list[dict[str, list[int]]]]:
@@ -35,11 +36,11 @@ def commands(demo_bundle: Path) -> dict[str, list[str]]:
     return dict(zip(PARTS, map(shlex.split, lines), strict=True))
 
 
-@pytest.mark.parametrize("part", ["segment_00", "segment_01", "segment_03", *names.AFTER_SEGMENTS])
+@pytest.mark.parametrize("part", ["segment_00", "segment_01", "segment_03", *AFTER_SEGMENTS])
 def test_its_shapes_fit_the_network_that_the_parser_reads(part: str, commands, demo_bundle: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     program, onnx, engine, *options = commands[part]
-    assert (program, engine) == ("trtexec", f"--saveEngine={names.engine_file(part)}")
+    assert (program, engine) == ("trtexec", f"--saveEngine={engine_file(part)}")
     assert options[: len(OPTIONS)] == list(OPTIONS)
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
@@ -48,7 +49,7 @@ def test_its_shapes_fit_the_network_that_the_parser_reads(part: str, commands, d
     assert parser.parse_from_file(str(demo_bundle / onnx.removeprefix("--onnx=")))
     inputs = {tensor.name: list(tensor.shape) for tensor in map(network.get_input, range(network.num_inputs))}
     config, profiles = builder.create_builder_config(), profiles_of(options)
-    assert len(profiles) == (5 if part not in names.AFTER_SEGMENTS else 2)
+    assert len(profiles) == (5 if part not in AFTER_SEGMENTS else 2)
     for profile in profiles:
         parsed = builder.create_optimization_profile()
         for shapes in profile:

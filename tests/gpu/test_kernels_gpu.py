@@ -80,8 +80,8 @@ def test_in_a_cuda_graph(runner):
     check(cudart.cudaGraphInstantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)))
     for seed in (1, 2):
         data.states = exit_data(replace(case, seed=seed)).states
-        memory._copy(args.states, data.states.ctypes.data, data.states.nbytes, memory.TO_DEVICE)
-        memory._copy(args.exit_states, empty.exit_states.ctypes.data, empty.exit_states.nbytes, memory.TO_DEVICE)
+        memory.copy(args.states, data.states.ctypes.data, data.states.nbytes, memory.TO_DEVICE)
+        memory.copy(args.exit_states, empty.exit_states.ctypes.data, empty.exit_states.nbytes, memory.TO_DEVICE)
         check(cudart.cudaGraphLaunch(executable, stream))
         memory.wait()
         expected = run_exit(runner, case, data)

@@ -6,7 +6,9 @@ import numpy as np
 import onnxruntime as ort
 from ort_sessions import session_options
 
-from tide_export import names
+from tide_export.bundle.file_names import EMBEDDING_FILE, network_file
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import HEAD, segment_name
 
 UPDATED = {names.NEXT_PENDING_STATES: names.NEW_PENDING, names.EXIT_STATES: names.NEW_EXIT_STATES}
 
@@ -15,8 +17,8 @@ class Runner:
     """Rows of a batch over the two segments, each row with a K/V cache of another length."""
 
     def __init__(self, folder: Path, rows: int, dtype: type = np.float32) -> None:
-        parts = [names.segment(0), names.segment(1), names.HEAD]
-        files = [str(folder / names.network_file(part)) for part in parts]
+        parts = [segment_name(0), segment_name(1), HEAD]
+        files = [str(folder / network_file(part)) for part in parts]
         options = session_options(1)
         if dtype == np.float32:  # ONNX Runtime 1.31 fuses FP8 in float32 into an operator that does not take it
             options.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -25,7 +27,7 @@ class Runner:
         for session in self.sessions:
             for entry in session.get_inputs():
                 if entry.name == names.EMBEDDING:
-                    self.buffers[entry.name] = np.fromfile(folder / names.EMBEDDING_FILE, dtype).reshape(entry.shape)
+                    self.buffers[entry.name] = np.fromfile(folder / EMBEDDING_FILE, dtype).reshape(entry.shape)
                 if entry.name in UPDATED or entry.name.startswith("past_key"):
                     self.buffers[entry.name] = np.full([rows, *entry.shape[1:]], 7, dtype)
                     self.buffers[entry.name][:] = 7 if entry.name == names.EXIT_STATES else 0

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from tide_export.bundle.manifest import INT8_KV
+from tide_export.graph.rewriting import FLOAT, INT32, INT64, typed_value
 from tide_export.lower.onnxruntime.paged_attention import (
     INPUTS,
     OUTPUTS,
@@ -18,8 +19,7 @@ from tide_export.lower.onnxruntime.paged_attention import (
     overload,
     paged_attention_function,
 )
-from tide_export.names import DOMAIN, OP_PAGED_ATTENTION
-from tide_export.trace.rewriting import FLOAT, INT32, INT64, typed_value
+from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
 
 TYPES = {"page_table": INT32, "lengths": INT64, "starts": INT64}
 Arrays = dict[str, np.ndarray]

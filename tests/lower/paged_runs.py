@@ -10,9 +10,9 @@ from ort_sessions import register_operators
 from paged_attention_numpy import Arrays, Case, int8_rows, one_node
 
 from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV
+from tide_export.graph.rewriting import FLOAT, INT32, INT64, typed_value
 from tide_export.lower.onnxruntime.paged_attention import INPUTS, OUTPUTS, Form
-from tide_export.names import DOMAIN, OP_PAGED_ATTENTION
-from tide_export.trace.rewriting import FLOAT, INT32, INT64, typed_value
+from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
 
 LONGEST = 1100  # rows of the tables
 TYPES = {"page_table": INT32, "lengths": INT64, "starts": INT64}

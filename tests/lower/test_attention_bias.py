@@ -5,10 +5,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from tide_export.graph.rewriting import FLOAT, INT32, INT64, typed_value
 from tide_export.lower.onnxruntime.attention import PagedAttentionPass
 from tide_export.lower.onnxruntime.paged_attention import PagedAttentionFunctionsPass
-from tide_export.names import DOMAIN, OP_ATTENTION
-from tide_export.trace.rewriting import FLOAT, INT32, INT64, typed_value
+from tide_export.names.operators import DOMAIN, OP_ATTENTION
 
 HEADS, WIDTH, PAGE, TOTAL, SCALE = 4, 16, 8, 30, 0.3
 RNG = np.random.default_rng(0)

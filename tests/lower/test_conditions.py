@@ -5,6 +5,7 @@ import onnx_ir as ir
 import pytest
 
 from tide_export.errors import GraphError
+from tide_export.graph.rewriting import FLOAT, INT64, ensure_none_left, new_node, nodes_of, run_passes, typed_value
 from tide_export.lower.onnxruntime.attention import PagedAttentionPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
@@ -12,8 +13,7 @@ from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
 from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
-from tide_export.trace.rewriting import FLOAT, INT64, ensure_none_left, new_node, nodes_of, run_passes, typed_value
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
 
 
 def model(

@@ -7,7 +7,7 @@ import pytest
 
 from tide_export.lower.tensorrt import expert_gather
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, max_gathering_tokens
-from tide_export.names import DOMAIN, OP_EXPERT_MATMUL
+from tide_export.names.operators import DOMAIN, OP_EXPERT_MATMUL
 
 ROWS, EXPERTS, K, N = 7, 3, 4, 5
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64

@@ -12,14 +12,14 @@ import pytest
 from ort_sessions import register_operators
 
 from tide_export.bundle.manifest import Quantization
+from tide_export.graph.builder import OPSET
+from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.lower.onnxruntime.layers import LayersPass, inline_layers
 from tide_export.lower.onnxruntime.paged_attention import Form, paged_attention_function
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
-from tide_export.names import DOMAIN, OP_HALF_MATMUL, OP_INTEGER_LAYERS, OP_INTEGER_MATMUL, OP_LAYERS
+from tide_export.names.operators import DOMAIN, OP_HALF_MATMUL, OP_INTEGER_LAYERS, OP_INTEGER_MATMUL, OP_LAYERS
 from tide_export.quantize.rounding import round_to_nearest
-from tide_export.trace.rewriting import HALF
-from tide_export.trace.tracer import OPSET
 
 FLOAT, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
 SIZE, HEADS, KV_HEADS, WIDTH, PAGE, PAGES = 64, 4, 2, 16, 16, 8

@@ -7,29 +7,30 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from tide_export import names
+from tide_export.bundle.file_names import WEIGHTS_FILE, batch_file
 from tide_export.compose.cut import Pieces, check_positions
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.lower.onnxruntime.packed import INLINE_BYTES, _point_to
+from tide_export.names.networks import HEAD, segment_name, skipped_name
 
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("demo_bundle", [names.HEAD]), ("propagating_bundle", [names.HEAD, *(names.skipped(k) for k in (1, 2, 3))])],
+    [("demo_bundle", [HEAD]), ("propagating_bundle", [HEAD, *(skipped_name(k) for k in (1, 2, 3))])],
 )
 def test_every_network_refers_to_the_weights_of_the_graph(
     kind: str, more: list[str], request: pytest.FixtureRequest
 ) -> None:
     bundle: Path = request.getfixturevalue(kind)
-    parts = [names.segment(k) for k in range(4)]
-    files = list(map(names.batch_file, [*parts, *more]))
+    parts = [segment_name(k) for k in range(4)]
+    files = list(map(batch_file, [*parts, *more]))
     assert {file.relative_to(bundle).as_posix() for file in bundle.glob("batch/*")} == set(files)
     for file in files:
         assert (bundle / file).stat().st_size < 500_000
         model = onnx.load(bundle / file, load_external_data=False)
         outside = [weight for weight in model.graph.initializer if weight.external_data]
         assert {entry.value for weight in outside for entry in weight.external_data if entry.key == "location"} == {
-            names.WEIGHTS_FILE
+            WEIGHTS_FILE
         }
         inside = sum(weight.ByteSize() for weight in model.graph.initializer if not weight.external_data)
         assert inside < INLINE_BYTES

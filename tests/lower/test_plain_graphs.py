@@ -12,10 +12,14 @@ from plain_graphs import Batch, Network, StepGraph
 from tiny_configs import CHECKPOINTS
 from tiny_engines import bundle_of, pieces_of
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE, batch_file
 from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV, PROPAGATE
 from tide_export.bundle.opened import Bundle
 from tide_export.model.source import SourceModel
+from tide_export.names import batch_networks as names
+from tide_export.names import paged
+from tide_export.names.networks import skipped_name
+from tide_export.names.operators import OP_PAGED_ATTENTION
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.verify.int8_kv import rounded_kv
@@ -132,7 +136,7 @@ def test_a_batch_of_ragged_sequences_is_the_model(made: Made) -> None:
 
 
 def test_the_graphs_are_valid(made: Made) -> None:
-    for file in (names.GRAPH_FILE, *(name for name in made.bundle.manifest.files if name.startswith("batch/"))):
+    for file in (GRAPH_FILE, *(name for name in made.bundle.manifest.files if name.startswith("batch/"))):
         beside_its_weights = made.bundle.path / "checked.onnx"
         shutil.copyfile(made.bundle.path / file, beside_its_weights)
         onnx.checker.check_model(str(beside_its_weights), full_check=True)
@@ -147,7 +151,7 @@ def test_pending_tokens_of_several_runs_go_through_the_next_segment_at_once(made
         new = [ids[start : start + count] for ids, start, count in zip(IDS, at, counts, strict=True)]
         at = [start + count for start, count in zip(at, counts, strict=True)]
         outputs = batch.through(new, range(1))
-        logits = batch.head(batch.pool, {names.EXIT_STATES: outputs[names.EXIT_STATES][None]})[names.LOGITS][0]
+        logits = batch.head(batch.pool, {names.HEAD_STATES: outputs[names.EXIT_STATES][None]})[names.LOGITS][0]
         ends = np.cumsum(counts)
         for r, (ids, end) in enumerate(zip(IDS, ends, strict=True)):
             place, rows = slice(at[r] - counts[r], at[r]), slice(end - counts[r], end)
@@ -162,7 +166,7 @@ def test_pending_tokens_of_several_runs_go_through_the_next_segment_at_once(made
     for segment in batch.segments[1:]:
         outputs = segment(batch.pool, feeds)
         feeds[names.HIDDEN_STATES] = outputs.get(names.NEW_HIDDEN_STATES, feeds[names.HIDDEN_STATES])
-    logits = batch.head(batch.pool, {names.EXIT_STATES: outputs[names.EXIT_STATES][None]})[names.LOGITS][0]
+    logits = batch.head(batch.pool, {names.HEAD_STATES: outputs[names.EXIT_STATES][None]})[names.LOGITS][0]
     for ids, length, rows in zip(IDS, at, np.split(logits, np.cumsum(at)[:-1]), strict=True):
         close(rows, made.full(ids[:length]))
 
@@ -209,9 +213,9 @@ def test_skipped_layers_store_keys_and_values_of_exit_states(propagating: Made) 
 
 def test_a_network_of_skipped_layers_reads_no_page(propagating: Made) -> None:
     """It stores alone: without queries there is no attention in it."""
-    network = Network(propagating.bundle, names.batch_file(names.skipped(1)))
-    model = onnx.load(propagating.bundle.path / names.batch_file(names.skipped(1)), load_external_data=False)
-    (node,) = [node for node in model.graph.node if node.op_type == names.OP_PAGED_ATTENTION[FLOAT32_KV]]
+    network = Network(propagating.bundle, batch_file(skipped_name(1)))
+    model = onnx.load(propagating.bundle.path / batch_file(skipped_name(1)), load_external_data=False)
+    (node,) = [node for node in model.graph.node if node.op_type == OP_PAGED_ATTENTION[FLOAT32_KV]]
     assert node.input[0] == ""
     assert node.overload == "storing_starts_rotation"
-    assert set(network.outputs) == {names.new_pages(1, kind) for kind in ("key", "value")}
+    assert set(network.outputs) == {paged.new_pages(1, kind) for kind in ("key", "value")}

@@ -13,12 +13,13 @@ from families import build
 from networks_runner import Runner
 from tiny_engines import bound
 
-from tide_export import names
+from tide_export.bundle.file_names import network_file
 from tide_export.bundle.manifest import Quantization
 from tide_export.compose.cut import cut
 from tide_export.lower.tensorrt.lower import check_pieces, networks_for_tensorrt
 from tide_export.model.quantized_weights import Fp8Matrix
 from tide_export.model.source import SourceModel
+from tide_export.names.networks import HEAD, segment_name
 from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.fp8 import quantize_to_fp8, round_to_fp8
 from tide_export.quantize.matrices import find_matrices
@@ -100,7 +101,7 @@ def test_the_networks_hold_what_modelopt_writes(made) -> None:
     embedding and head in half precision."""
     kind, source, _, folder = made
     assert source.quantized is not None
-    network = onnx.load(str(folder / "fp16" / names.network_file(names.segment(0))))
+    network = onnx.load(str(folder / "fp16" / network_file(segment_name(0))))
     weights = {tensor.name: tensor for tensor in network.graph.initializer}
     stored = {name.removesuffix(".numbers") for name in weights if name.endswith(".numbers")}
     assert len(stored) == 14  # of two layers
@@ -121,7 +122,7 @@ def test_the_networks_hold_what_modelopt_writes(made) -> None:
             assert tensor.data_type == onnx.TensorProto.FLOAT8E4M3FN
             numbers *= np.float32(matrix.scale)
         np.testing.assert_array_equal(numbers.T, matrix.values())
-    head = onnx.load(str(folder / "fp16" / names.network_file(names.HEAD)))
+    head = onnx.load(str(folder / "fp16" / network_file(HEAD)))
     assert {tensor.data_type for tensor in head.graph.initializer} <= {onnx.TensorProto.FLOAT16, onnx.TensorProto.INT64}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
 from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
-from tide_export.names import DOMAIN, OP_ATTENTION
+from tide_export.names.operators import DOMAIN, OP_ATTENTION
 
 B, H, KV, S, D, C = 2, 4, 2, 3, 8, 12
 SCALE, CAP, WINDOW = 0.3, 2.0, 4

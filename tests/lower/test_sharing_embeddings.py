@@ -4,9 +4,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tide_export import names
+from tide_export.graph.rewriting import FLOAT, INT64, typed_value
 from tide_export.lower.tensorrt.shared_embedding import share_embedding
-from tide_export.trace.rewriting import FLOAT, INT64, typed_value
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import HEAD, segment_name
 
 TOKENS, WIDTH = 6, 4
 
@@ -42,7 +43,7 @@ def model(inputs: list[ir.Value], nodes: list[ir.Node], weights) -> ir.Model:
 
 def shared(first: ir.Model, last: ir.Model) -> tuple[object, list[bool]]:
     """What is found, and which of the two networks take the input."""
-    found = share_embedding({names.segment(0): first, names.HEAD: last}, "fp32")
+    found = share_embedding({segment_name(0): first, HEAD: last}, "fp32")
     takes = [names.EMBEDDING in [value.name for value in each.graph.inputs] for each in (first, last)]
     return found and found.info.tied, takes
 

@@ -13,10 +13,10 @@ import pytest
 from ort_sessions import register_operators
 
 from tide_export.compose.states import StateShape, advance_states, shapes_of, state_inputs, state_outputs
+from tide_export.graph.rewriting import FLOAT, INT64, new_node, typed_value
 from tide_export.lower.onnxruntime.state_functions import StateFunctionsPass
-from tide_export.names import DOMAIN, OP_CAUSAL_CONV, OP_RECURRENCE
+from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, OP_RECURRENCE
 from tide_export.runtime.native import LIBRARY
-from tide_export.trace.rewriting import FLOAT, INT64, new_node, typed_value
 
 PLACES, TOKENS = 5, 150  # of all sequences; of the longest
 CHANNELS, TAPS = 19, 4

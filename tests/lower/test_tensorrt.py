@@ -12,13 +12,16 @@ from families import build
 from networks_runner import Runner
 from tiny_engines import bound
 
-from tide_export import names
+from tide_export.bundle.file_names import EMBEDDING_FILE, SEGMENTS_FOLDER, SEGMENTS_WEIGHTS_FILE, network_file
 from tide_export.bundle.opened import open_bundle
 from tide_export.compose.cut import cut
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.lower.tensorrt import lower as lowering
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
 from tide_export.lower.tensorrt.lower import check_operators, networks_for_tensorrt
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import AFTER_SEGMENTS, HEAD, segment_name
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_EXIT
 from tide_export.routers.random_routers import random_routers
 from tide_export.trace.tracer import trace
 
@@ -130,12 +133,12 @@ def test_networks_pass_the_checker_and_hold_standard_operators(make, weights: st
     networks = make(weights)
     networks.save(tmp_path)
     for name, model in networks.models.items():
-        onnx.checker.check_model(str(tmp_path / names.network_file(name)), full_check=True)
-        assert {node.domain for node in model.graph.all_nodes()} <= {"", names.DOMAIN}
-    types = {value.dtype for value in networks.models[names.segment(1)].graph.inputs if value.dtype.is_floating_point()}
+        onnx.checker.check_model(str(tmp_path / network_file(name)), full_check=True)
+        assert {node.domain for node in model.graph.all_nodes()} <= {"", DOMAIN}
+    types = {value.dtype for value in networks.models[segment_name(1)].graph.inputs if value.dtype.is_floating_point()}
     assert types == {HalfPrecisionPass(weights).dtype if weights != "fp32" else ir.DataType.FLOAT}
-    assert networks.models[names.HEAD].graph.outputs[0].dtype == ir.DataType.FLOAT
-    (exits,) = (node for node in networks.models[names.segment(0)].graph if node.op_type == names.OP_EXIT)
+    assert networks.models[HEAD].graph.outputs[0].dtype == ir.DataType.FLOAT
+    (exits,) = (node for node in networks.models[segment_name(0)].graph if node.op_type == OP_EXIT)
     half = [
         index for index, value in enumerate(exits.inputs) if value.dtype not in (ir.DataType.FLOAT, ir.DataType.INT64)
     ]
@@ -154,21 +157,19 @@ def test_half_precision_rounds_and_no_more(source, routers, make, tmp_path: Path
 
 
 def test_the_networks_share_one_file_of_weights_and_store_each_once(saved: Path, make, source) -> None:
-    folder = saved / names.SEGMENTS_FOLDER
+    folder = saved / SEGMENTS_FOLDER
     assert {path.name for path in folder.iterdir()} == {
-        names.SEGMENTS_WEIGHTS_FILE,
-        Path(names.EMBEDDING_FILE).name,
-        *(f"{part}.onnx" for part in (names.segment(0), names.segment(1), *names.AFTER_SEGMENTS)),
+        SEGMENTS_WEIGHTS_FILE,
+        Path(EMBEDDING_FILE).name,
+        *(f"{part}.onnx" for part in (segment_name(0), segment_name(1), *AFTER_SEGMENTS)),
     }
     parameters = sum(parameter.numel() * 4 for parameter in source.model.parameters())
-    stored = sum(
-        (saved / file).stat().st_size for file in (f"segments/{names.SEGMENTS_WEIGHTS_FILE}", names.EMBEDDING_FILE)
-    )
+    stored = sum((saved / file).stat().st_size for file in (f"segments/{SEGMENTS_WEIGHTS_FILE}", EMBEDDING_FILE))
     assert parameters <= stored < 1.2 * parameters
-    embedding = np.fromfile(saved / names.EMBEDDING_FILE, np.float32).reshape(512, WIDTH)
+    embedding = np.fromfile(saved / EMBEDDING_FILE, np.float32).reshape(512, WIDTH)
     assert np.array_equal(embedding, source.model.get_input_embeddings().weight.detach().numpy())
-    for part in (names.segment(0), names.HEAD):  # the head is tied to it
-        graph = onnx.load(str(saved / names.network_file(part)), load_external_data=False).graph
+    for part in (segment_name(0), HEAD):  # the head is tied to it
+        graph = onnx.load(str(saved / network_file(part)), load_external_data=False).graph
         assert names.EMBEDDING in [value.name for value in graph.input]
         assert [512, WIDTH] not in [list(initializer.dims) for initializer in graph.initializer]
 
@@ -236,7 +237,7 @@ def test_scatters_that_reduce_are_refused_as_the_parser_does(pieces, operator: s
 
 def test_sinks_and_a_bias_at_once_are_refused(pieces) -> None:
     copy = pieces.segments[1].clone()
-    attention = next(node for node in copy if node.op_type == names.OP_ATTENTION)
+    attention = next(node for node in copy if node.op_type == OP_ATTENTION)
     attention.resize_inputs(5)
     for index in (3, 4):
         attention.replace_input_with(index, copy.inputs[0])

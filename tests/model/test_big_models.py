@@ -13,12 +13,12 @@ from tiny_engines import engine_of, pieces_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.opened import open_bundle
+from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
-from tide_export.config import TideConfig
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import load_model
-from tide_export.names import GRAPH_FILE
 from tide_export.pipeline import flow as pipeline
 from tide_export.routers.random_routers import random_routers
 from tide_export.trace.offloaded_weights import LARGE, placeholder_weights

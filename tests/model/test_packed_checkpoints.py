@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.bundle.opened import open_bundle
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.parallel import in_parallel
-from tide_export.config import TideConfig
 from tide_export.errors import ConfigError
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of
 from tide_export.model.quantized_modules import LARGE
 from tide_export.model.source import load_model
-from tide_export.names import OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTEGER_MATMUL
+from tide_export.names.operators import OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTEGER_MATMUL
 from tide_export.pipeline.flow import export
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.random_routers import random_routers

@@ -34,8 +34,8 @@ PROMPT = [(i * 37) % 500 + 3 for i in range(12)]
 
 @pytest.fixture(scope="module")
 def example() -> dict:
-    """What the example of docs/guide/adapters.md defines, run as it stands there."""
-    text = (Path(__file__).parents[2] / "docs" / "guide" / "adapters.md").read_text()
+    """What the example of docs/guide/your-own-model.md defines, run as it stands there."""
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "your-own-model.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     scope: dict = {"__name__": __name__}
     exec(code, scope)

@@ -16,18 +16,18 @@ from tiny_configs import CHECKPOINTS
 from tiny_engines import engine_of, lens_at_first, pieces_of, segments_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.drafting.bundle import write_drafter
 from tide_export.drafting.files import embedding_of
 from tide_export.errors import UnsupportedModelError
+from tide_export.graph.rewriting import FLOAT, static_dim
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import load, open_engine
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
-from tide_export.trace.rewriting import FLOAT, static_dim
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full, check_lossless
@@ -165,7 +165,7 @@ def check_segments(family: str, source, routers, folder: Path, pieces, threshold
 def check_drafter(source, folder: Path) -> None:
     """A drafter with random weights finds the model's embedding, and costs no token."""
     manifest = open_bundle(folder).manifest
-    width = static_dim(embedding_of(folder / names.GRAPH_FILE, FLOAT).graph.outputs[0], -1)
+    width = static_dim(embedding_of(folder / GRAPH_FILE, FLOAT).graph.outputs[0], -1)
     tokens = np.arange(0, source.vocab_size, 2)
     write_drafter(
         folder, random_drafter(source.normalized_size, width, tokens, weights_sha256=manifest.model.weights_sha256)

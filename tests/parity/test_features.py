@@ -20,7 +20,7 @@ from transformers import masking_utils
 
 from tide_export.errors import ConfigError, UnsupportedModelError
 from tide_export.model.source import SourceModel, auto_class, wrap_model
-from tide_export.pipeline.contents import context_length
+from tide_export.pipeline.preflight import context_length
 from tide_export.trace.attention.masks import Mask, classify, layer_masks
 from tide_export.verify.parity import TOLERANCES
 

@@ -13,7 +13,7 @@ import torch
 from families import build
 
 from tide_export.bundle.opened import open_bundle
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, GraphError, ModelError, RouterFileError, UnsupportedModelError
 from tide_export.model.source import load_model
 from tide_export.pipeline import flow as pipeline
@@ -153,7 +153,7 @@ def test_an_export_killed_in_the_middle_leaves_the_old_bundle_and_no_half_of_a_n
     shutil.copytree(demo_bundle, target)
     before = (target / "tide.json").read_bytes()
     code = (
-        "from tide_export.pipeline import flow; from tide_export.config import TideConfig;"
+        "from tide_export.pipeline import flow; from tide_export.calibration.config import TideConfig;"
         f"flow.export({str(demo_model)!r}, {str(target)!r}, routers={str(routers)!r}, "
         "config=TideConfig(checkpoints=(3, 6, 9)), overwrite=True)"
     )

@@ -11,7 +11,7 @@ import torch
 from families import FAMILIES, REFUSED, build
 from transformers import masking_utils
 
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.errors import (
     BundleError,
     ConfigError,

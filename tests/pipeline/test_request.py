@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
-from tide_export.config import TideConfig
 from tide_export.errors import ConfigError
 from tide_export.pipeline import calibrate, flow
 from tide_export.pipeline.flow import export

@@ -85,12 +85,12 @@ class DeviceMemory:
         self.check(self.cudart.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(max(data.nbytes, 1))))
         assert address.value is not None
         self.blocks.append(address.value)
-        self._copy(address.value, data.ctypes.data, data.nbytes, self.TO_DEVICE)
+        self.copy(address.value, data.ctypes.data, data.nbytes, self.TO_DEVICE)
         return address.value
 
     def get(self, address: int, size: int) -> np.ndarray:
         data = np.empty(size, np.uint8)
-        self._copy(data.ctypes.data, address, size, self.TO_HOST)
+        self.copy(data.ctypes.data, address, size, self.TO_HOST)
         return data
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ class DeviceMemory:
         if status != 0:
             raise RuntimeError(f"CUDA error {status}")
 
-    def _copy(self, target: int, source: int, size: int, direction: int) -> None:
+    def copy(self, target: int, source: int, size: int, direction: int) -> None:
         arguments = ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), direction
         self.check(self.cudart.cudaMemcpy(*arguments))
 

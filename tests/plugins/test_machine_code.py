@@ -8,14 +8,14 @@ import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import kernel_barriers
 import pytest
 from native_builds import ROOT, Builds, need
 
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.engines.exit_memory import LIMITS, ExitSizes, needed
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120, 121)
@@ -69,10 +69,11 @@ def kernel(found: re.Match) -> Kernel:
 
 
 def resources_table(version: str, kernels: list[Kernel]) -> str:
-    """The page's first table."""
-    heads = ("GPU", "states", "registers", "stack", "spill stores", "spill loads", "static shared memory")
-    rows = [(f"sm_{one.architecture}", *astuple(one)[1:]) for one in kernels]
-    return f"nvcc {version}:\n\n" + table(heads, rows)
+    """Returns the page's first table: registers by GPU and type of states."""
+    registers = {(one.architecture, one.type): one.registers for one in kernels}
+    types = sorted(TYPES.values())
+    rows = [(f"sm_{sm}", *(registers[sm, kind] for kind in types)) for sm in ARCHITECTURES]
+    return f"nvcc {version}:\n\n" + table(("GPU", *types), rows)
 
 
 def memory_table() -> str:

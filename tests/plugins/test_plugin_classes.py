@@ -15,9 +15,10 @@ import onnxruntime as ort
 import pytest
 from kernel_runner import decode, encode, poison, tk
 
-from tide_export import names
 from tide_export.compose.exit_op import exit_attributes, exit_function
 from tide_export.compose.segments import OPSET
+from tide_export.names import segment_networks as names
+from tide_export.names.operators import DOMAIN, OP_EXIT
 
 FIELD_FLOAT32, FIELD_INT32, FIELD_CHAR = 1, 5, 6  # nvinfer1::PluginFieldType
 TYPES = {0: np.float32, 1: np.float16, 3: np.int32, 7: np.uint16, 8: np.int64}  # nvinfer1::DataType; uint16: bfloat16
@@ -47,7 +48,7 @@ class Driver:
 
     def run(self, attributes, inputs, in_place=True):
         """The three outputs of TideExit; `in_place`, the first is the memory of input 3."""
-        name, count = names.OP_EXIT, 3
+        name, count = OP_EXIT, 3
         kept, fields = [], []
         for key, value in attributes.items():
             if isinstance(value, str):
@@ -139,11 +140,11 @@ def by_onnxruntime(form, inputs):
         for i, x in enumerate(inputs)
     ]
     attributes = exit_attributes(form.norm, 1e-3, form.lens, form.shortlist > 0)
-    node = ir.node(names.OP_EXIT, values, attributes=attributes, domain=names.DOMAIN, num_outputs=3)
+    node = ir.node(OP_EXIT, values, attributes=attributes, domain=DOMAIN, num_outputs=3)
     types = (ir.DataType.FLOAT, ir.DataType.FLOAT, ir.DataType.INT32)
     for value, name, kind in zip(node.outputs, ("states", "score", "exits"), types, strict=True):
         value.name, value.type = name, ir.TensorType(kind)
-    graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": OPSET, names.DOMAIN: 1}, name="exit")
+    graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": OPSET, DOMAIN: 1}, name="exit")
     model = ir.to_proto(ir.Model(graph, ir_version=11, functions=[exit_function(node, OPSET)]))
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {value.name: x for value, x in zip(values, inputs, strict=True)})
@@ -233,4 +234,4 @@ def test_types_that_do_not_go_together_are_refused(driver):
 def test_no_plugin_has_the_name_of_an_onnx_operator():
     """TensorRT ignores the domain."""
     operators = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
-    assert names.OP_EXIT not in operators
+    assert OP_EXIT not in operators

@@ -13,8 +13,8 @@ import pytest
 from native_builds import cuda_headers, need, tensorrt_root
 from real_tensorrt import VERSIONS, RealTensorRT, real_tensorrt_in
 
-from tide_export import names
 from tide_export.compose.exit_op import exit_attributes
+from tide_export.names.operators import OP_EXIT
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -95,7 +95,7 @@ def test_load_library_registers_a_creator_with_our_nodes_attributes(tensorrt: Re
     found = using(tensorrt, library, "load")
     assert found["version"] == tensorrt.version
     assert found["before"] == []
-    assert found["load"] == [names.OP_EXIT]
+    assert found["load"] == [OP_EXIT]
     assert found["creator"] == ["PLUGIN CREATOR_V3ONE", 1, 0, "IPluginCreatorV3One"]
     kinds = {str: "CHAR", float: "FLOAT32", int: "INT32"}
     assert found["fields"] == {key: kinds[type(value)] for key, value in ATTRIBUTES.items()}
@@ -112,7 +112,7 @@ def test_a_plugin_has_all_capabilities_in_both_phases(tensorrt: RealTensorRT, li
                 "BUILD": ["PLUGIN_V3ONE_BUILD", 2, 0, "IPluginV3OneBuildV2"],
                 "RUNTIME": ["PLUGIN_V3ONE_RUNTIME", 1, 0, "IPluginV3OneRuntime"],
             },
-            "names": [names.OP_EXIT, "1", "tide"],
+            "names": [OP_EXIT, "1", "tide"],
             "outputs": 3,
             "more": [100, None, None],
         }
@@ -123,7 +123,7 @@ def test_opening_the_library_registers_by_itself(tensorrt: RealTensorRT, library
     """As in Triton, in `libnvinfer.so.11` without being told its name; and a later `load_library` succeeds."""
     found = using(tensorrt, library, "dlopen", "load")
     assert found["before"] == []
-    assert found["dlopen"] == found["load"] == [names.OP_EXIT]
+    assert found["dlopen"] == found["load"] == [OP_EXIT]
 
 
 def test_the_package_registers_it(tensorrt: RealTensorRT, library: Path):
@@ -143,7 +143,7 @@ def test_the_package_registers_it(tensorrt: RealTensorRT, library: Path):
     assert done.returncode == 0, done.stderr
     refused, registered = done.stdout.splitlines()
     assert refused.startswith("TensorRT cannot load the plugin library")
-    assert registered == names.OP_EXIT
+    assert registered == OP_EXIT
 
 
 def test_a_program_creates_clones_attaches_and_unloads_it(tensorrt: RealTensorRT, library: Path, tmp_path: Path):

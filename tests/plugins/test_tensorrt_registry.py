@@ -16,16 +16,17 @@ import onnx_ir as ir
 import pytest
 from native_builds import ROOT
 
-from tide_export import names
+from tide_export.bundle.file_names import network_file
+from tide_export.common.version import __version__
 from tide_export.compose.exit_op import exit_attributes, exit_function
 from tide_export.compose.segments import OPSET
 from tide_export.engines.build import run_worker
 from tide_export.errors import BuildError
+from tide_export.names.operators import DOMAIN, OP_EXIT
 from tide_export.runtime.tensorrt.flavours import TENSORRT_RTX
 from tide_export.runtime.tensorrt.plugins import find_plugins
-from tide_export.version import __version__
 
-PLUGINS = [names.OP_EXIT]
+PLUGINS = [OP_EXIT]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def exit_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights.append(ir.Value(name=f"weight_{len(weights)}", const_value=tensor, type=float32, shape=tensor.shape))
     inputs = [states, last_tokens, thresholds, exit_states]
     attributes = exit_attributes("rms", 1e-6, lens=True, shortlist=True)
-    node = ir.node(names.OP_EXIT, [*inputs, *weights], attributes=attributes, domain=names.DOMAIN, num_outputs=3)
+    node = ir.node(OP_EXIT, [*inputs, *weights], attributes=attributes, domain=DOMAIN, num_outputs=3)
     after, score, exits = node.outputs
     after.name, after.type, after.shape = "after", float32, exit_states.shape
     score.name, score.type, score.shape = "score", float32, thresholds.shape
@@ -151,7 +152,7 @@ def exit_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
         node.outputs,
         nodes=[node],
         initializers=weights,
-        opset_imports={"": OPSET, names.DOMAIN: 1},
+        opset_imports={"": OPSET, DOMAIN: 1},
         name="exit",
     )
     path = tmp_path_factory.mktemp("graph") / "exit.onnx"
@@ -179,10 +180,10 @@ def test_with_the_plugin_the_parser_creates_it(library, exit_graph):
 def test_the_parser_creates_the_plugin_for_every_exported_network(library, demo_bundle):
     """Of the files that are built, not of a graph made for the test."""
     for part in ("segment_00", "segment_02"):
-        done = parsing(demo_bundle / names.network_file(part), library)
+        done = parsing(demo_bundle / network_file(part), library)
         assert "Successfully created plugin: TideExit" in done.stdout, part
         assert "parsed" not in done.stdout, part
-    done = parsing(demo_bundle / names.network_file("segment_03"), library)
+    done = parsing(demo_bundle / network_file("segment_03"), library)
     assert "parsed True" in done.stdout, "the last segment has no router"
 
 

@@ -12,13 +12,13 @@ import pytest
 from ort_sessions import register_operators
 
 from tide_export.bundle.manifest import Quantization
+from tide_export.graph.builder import OPSET
+from tide_export.graph.rewriting import HALF, run_passes
 from tide_export.lower.onnxruntime.gated_matmuls import GatedMatMulsPass
 from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
-from tide_export.names import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_METADATA
+from tide_export.names.operators import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_METADATA
 from tide_export.quantize.rounding import round_to_nearest
-from tide_export.trace.rewriting import HALF, run_passes
-from tide_export.trace.tracer import OPSET
 
 FLOAT = ir.DataType.FLOAT
 INTEGERS = {name: bits for bits, name in OP_INTEGER_MATMUL.items()}

@@ -17,19 +17,19 @@ from plain_graphs import StepGraph
 from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, pieces_of
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError
+from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.source import load_model
-from tide_export.names import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL
+from tide_export.names.operators import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL
 from tide_export.pipeline import flow
 from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
-from tide_export.trace.rewriting import HALF
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full
 from tide_export.verify.quantized import restore
@@ -151,7 +151,7 @@ def test_a_graph_equals_the_model(
     pieces = pieces_of(source, CHECKPOINTS)
     engine = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, half=weights)
     assert engine.manifest.weights == weights
-    graph = ir.load(tmp_path / "bundle" / names.GRAPH_FILE)
+    graph = ir.load(tmp_path / "bundle" / GRAPH_FILE)
     inline_layers(graph)
     nodes = list(graph.graph.all_nodes())
     kinds = [node.op_type for node in nodes]
@@ -223,7 +223,7 @@ def test_weights_by_default(weights: str, operator_library: Path, tmp_path: Path
         bundle = open_bundle(flow.export(model, tmp_path / "bundle", routers=routers))  # compared with the model there
     assert bundle.manifest.weights == weights
     assert f"are {name} numbers and are stored as such" in caplog.text
-    nodes = ir.load(bundle.file(names.GRAPH_FILE).path).graph.all_nodes()
+    nodes = ir.load(bundle.file(GRAPH_FILE).path).graph.all_nodes()
     assert any(node.op_type == OP_HALF_MATMUL[weights] for node in nodes)
 
     chosen = []

@@ -11,14 +11,14 @@ from families import build
 from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, pieces_of
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.manifest import INT8_KV, SCALE_BYTES, Manifest, Quantization
 from tide_export.bundle.opened import open_bundle
+from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
-from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
 from tide_export.lower.onnxruntime.layers import inline_layers
-from tide_export.names import OP_PAGED_ATTENTION
+from tide_export.names.operators import OP_PAGED_ATTENTION
 from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest
 from tide_export.quantize.flow import quantize_model
@@ -50,7 +50,7 @@ def test_a_graph_equals_the_model_on_rounded_keys(
     assert deployed.manifest.weights == ("fp32" if bits == 32 else f"int{bits}")
     bundle = deployed.bundle
     engine = deployed if bits == 32 else float32_engine(bundle, 1)
-    graph = ir.load(tmp_path / "bundle" / names.GRAPH_FILE)
+    graph = ir.load(tmp_path / "bundle" / GRAPH_FILE)
     inline_layers(graph)
     nodes = list(graph.graph.all_nodes())
     attentions = [node.op_type for node in nodes if node.op_type in OP_PAGED_ATTENTION.values()]

@@ -14,7 +14,7 @@ from ort_sessions import register_operators
 from tide_export.bundle.manifest import Quantization
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
 from tide_export.model.quantized_weights import Blocks
-from tide_export.names import DOMAIN, OP_INTEGER_MATMUL
+from tide_export.names.operators import DOMAIN, OP_INTEGER_MATMUL
 from tide_export.quantize.rounding import round_to_nearest
 
 

@@ -7,13 +7,14 @@ import onnx
 import pytest
 from families import build
 
-from tide_export import names
+from tide_export.bundle.file_names import network_file
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.engines import build as building
 from tide_export.engines.build import check_matrices
 from tide_export.errors import BuildError, ConfigError, TideError, UnsupportedModelError
 from tide_export.model.source import load_model
+from tide_export.names.networks import segment_name
 from tide_export.pipeline.request import ExportRequest
 from tide_export.pipeline.weights import prepare_weights
 from tide_export.routers.random_routers import random_routers
@@ -63,8 +64,8 @@ def test_export_builds_engines_that_hold_small_weights(
     assert engines is not None
     assert engines.built is not None
     assert engines.compute_capabilities == capabilities
-    for part in (names.segment(0), names.segment(1)):
-        network = onnx.load(str(bundle / names.network_file(part)))
+    for part in (segment_name(0), segment_name(1)):
+        network = onnx.load(str(bundle / network_file(part)))
         stored = sum(len(tensor.raw_data) for tensor in network.graph.initializer)
         assert engines.built[part].weights_bytes < 1.15 * stored
     assert main(["inspect", str(bundle), "--no-verify"]) == 0

@@ -14,7 +14,7 @@ from tide_export.bundle.manifest import Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import BundleError
 from tide_export.lower.onnxruntime.layers import inline_layers
-from tide_export.names import OP_GATED_MATMUL, OP_INTEGER_MATMUL
+from tide_export.names.operators import OP_GATED_MATMUL, OP_INTEGER_MATMUL
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import NEVER_EXIT

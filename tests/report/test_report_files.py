@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import report_data
 
-from tide_export import files
+from tide_export.common import files
 from tide_export.errors import ConfigError
 from tide_export.report import plots
 from tide_export.report.write import check_report_path, write_report

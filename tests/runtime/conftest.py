@@ -8,7 +8,7 @@ import onnx
 import pytest
 from tiny_model import TinyModel
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE, WEIGHTS_FILE
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import MAX_THRESHOLD
@@ -36,8 +36,8 @@ def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose embedding and head are in the file of the weights, as in bundles of real models."""
     model = TinyModel(vocabulary=5000)
     with writing_bundle(tmp_path_factory.mktemp("bundles") / "wide") as folder:
-        options = {"save_as_external_data": True, "location": names.WEIGHTS_FILE, "size_threshold": 1 << 16}
-        onnx.save(model.described(), folder / names.GRAPH_FILE, **options)
+        options = {"save_as_external_data": True, "location": WEIGHTS_FILE, "size_threshold": 1 << 16}
+        onnx.save(model.described(), folder / GRAPH_FILE, **options)
         write_manifest(folder, model.manifest())
     return folder.parent / "wide"
 

@@ -11,11 +11,11 @@ from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
+from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.bundle.store import replace_manifest
 from tide_export.errors import BundleError, GenerationError
-from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation

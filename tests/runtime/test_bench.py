@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError, GenerationError
-from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.bench import bench
 from tide_export.thresholds.resolve import NEVER_EXIT
 

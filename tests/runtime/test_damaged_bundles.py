@@ -15,10 +15,13 @@ from bundles import edit
 from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
-from tide_export import names
+from tide_export.bundle.file_names import batch_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError
+from tide_export.names import batch_networks as names
+from tide_export.names import networks, paged
+from tide_export.names.networks import segment_name, skipped_name
 from tide_export.runtime.engine import load
 from tide_export.runtime.native import created, onnxruntime_library
 
@@ -215,8 +218,8 @@ def test_hashes_of_every_length_of_file(tiny: TinyModel, tmp_path: Path) -> None
 
 # --- networks for batches --------------------------------------------------------------------------------------------
 
-FIRST, SECOND, THIRD = (names.batch_file(names.segment(k)) for k in range(3))
-HEAD, SKIPPED = names.batch_file(names.HEAD), names.batch_file(names.skipped(1))
+FIRST, SECOND, THIRD = (batch_file(segment_name(k)) for k in range(3))
+HEAD, SKIPPED = batch_file(networks.HEAD), batch_file(skipped_name(1))
 OTHER = r", but its manifest calls for \w+ \["
 
 
@@ -247,7 +250,7 @@ def copied(source: str, target: str) -> Damage:
     return lambda bundle: (bundle / target).write_bytes((bundle / source).read_bytes())
 
 
-KV = names.pages(0, "key")
+KV = paged.pages(0, "key")
 NETWORKS: list[tuple[str, Damage, str]] = [
     ("exact", copied(FIRST, SECOND), r"segment_01\.onnx' has no input hidden_states, which its manifest calls for"),
     ("exact", copied(SECOND, THIRD), r"segment_02\.onnx' has no input pages\.\d\.\w+, which its"),

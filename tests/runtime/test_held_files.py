@@ -17,10 +17,11 @@ import pytest
 from bundles import without
 from tiny_model import TinyModel
 
-from tide_export import names
+from tide_export.bundle.file_names import ENGINES_FOLDER, MANIFEST_FILE, WEIGHTS_FILE, batch_file
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import _exchange, write_manifest
 from tide_export.errors import BundleError
+from tide_export.names.networks import HEAD
 from tide_export.runtime.engine import Engine, load
 
 SINGLE, PROMPTS = [5, 9, 40], [[5, 9, 40], [7], [300, 2, 61, 8]]
@@ -35,7 +36,7 @@ def opens(bundle: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def original(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return without(demo_bundle, tmp_path_factory.mktemp("original") / "bundle", names.ENGINES_FOLDER)
+    return without(demo_bundle, tmp_path_factory.mktemp("original") / "bundle", ENGINES_FOLDER)
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def other(bundle: Path, tmp_path: Path) -> Path:
     """A bundle of the same shapes and other weights."""
     folder = tmp_path / "other"
     shutil.copytree(bundle, folder)
-    damage(folder / names.WEIGHTS_FILE)
+    damage(folder / WEIGHTS_FILE)
     write_manifest(folder, open_bundle(bundle, verify=False).manifest)
     return folder
 
@@ -107,7 +108,7 @@ def test_a_deleted_bundle_still_runs(bundle: Path, expected: tuple[list[int], li
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-@pytest.mark.parametrize("name", [names.WEIGHTS_FILE, names.batch_file(names.HEAD)])
+@pytest.mark.parametrize("name", [WEIGHTS_FILE, batch_file(HEAD)])
 def test_a_file_changed_in_place_is_noticed_before_it_is_used(
     bundle: Path, expected: tuple[list[int], list[list[int]]], name: str, truncated: bool
 ) -> None:
@@ -117,7 +118,7 @@ def test_a_file_changed_in_place_is_noticed_before_it_is_used(
             stream.truncate(half)
         else:
             stream.write(bytes(half))
-    if name == names.WEIGHTS_FILE:  # the open session shares them
+    if name == WEIGHTS_FILE:  # the open session shares them
         with pytest.raises(BundleError, match=f"{Path(name).name}' {CHANGED}"):
             engine.generate(SINGLE, **OPTIONS)
     else:
@@ -135,7 +136,7 @@ def test_weights_are_hashed_again_where_they_were_touched(bundle: Path) -> None:
     def notes() -> set[str]:
         return {note.name for note in folder.iterdir()} if folder.exists() else set()
 
-    before, weights = notes(), bundle / names.WEIGHTS_FILE
+    before, weights = notes(), bundle / WEIGHTS_FILE
     opens(bundle)
     (note,) = notes() - before
     opens(bundle)
@@ -143,19 +144,19 @@ def test_weights_are_hashed_again_where_they_were_touched(bundle: Path) -> None:
     times = weights.stat()
     damage(weights)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(BundleError, match=f"{names.WEIGHTS_FILE}' is corrupt"):
+    with pytest.raises(BundleError, match=f"{WEIGHTS_FILE}' is corrupt"):
         opens(bundle)
 
 
 def test_a_verified_file_is_not_hashed_again(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     manifest = open_bundle(bundle, verify=False).manifest
-    wrong = replace(manifest.files[names.WEIGHTS_FILE], sha256="0" * 64)
-    text = (bundle / names.MANIFEST_FILE).read_text()
-    (bundle / names.MANIFEST_FILE).write_text(text.replace(manifest.files[names.WEIGHTS_FILE].sha256, wrong.sha256))
+    wrong = replace(manifest.files[WEIGHTS_FILE], sha256="0" * 64)
+    text = (bundle / MANIFEST_FILE).read_text()
+    (bundle / MANIFEST_FILE).write_text(text.replace(manifest.files[WEIGHTS_FILE].sha256, wrong.sha256))
     with pytest.raises(BundleError, match="is corrupt"):
         opens(bundle)
-    identity = open_bundle(bundle, verify=False).files[names.WEIGHTS_FILE].identity
+    identity = open_bundle(bundle, verify=False).files[WEIGHTS_FILE].identity
     note = tmp_path / "tide_export" / "verified" / hashlib.sha256(f"{identity} {wrong.sha256}".encode()).hexdigest()
     note.parent.mkdir(parents=True, exist_ok=True)
     note.touch()
@@ -173,7 +174,7 @@ def test_without_a_cache_files_are_hashed_each_time(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")
     opens(bundle)
-    damage(bundle / names.WEIGHTS_FILE)
+    damage(bundle / WEIGHTS_FILE)
     with pytest.raises(BundleError, match="is corrupt"):
         opens(bundle)
 
@@ -224,7 +225,7 @@ def test_descriptors_are_closed_with_the_engine(bundle: Path, tiny_bundle: Path)
         assert set(held()) == {str(bundle.resolve() / name) for name in open_bundle(bundle, verify=False).files}
     engine = opens(tiny_bundle)
     assert not held()
-    (bundle / names.WEIGHTS_FILE).unlink()
+    (bundle / WEIGHTS_FILE).unlink()
     with pytest.raises(BundleError, match="is missing"):
         opens(bundle)
     assert not held()
@@ -233,7 +234,7 @@ def test_descriptors_are_closed_with_the_engine(bundle: Path, tiny_bundle: Path)
 def test_weights_are_mapped_as_long_as_the_engine_is_there(bundle: Path) -> None:
     engine = opens(bundle)
     maps = Path("/proc/self/maps")
-    assert f"{bundle.resolve()}/{names.WEIGHTS_FILE}" in maps.read_text()
+    assert f"{bundle.resolve()}/{WEIGHTS_FILE}" in maps.read_text()
     del engine
     assert str(bundle.resolve()) not in maps.read_text()
 

@@ -13,7 +13,7 @@ from caller_networks import callers_engine
 from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
-from tide_export import names
+from tide_export.bundle.file_names import WEIGHTS_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load, open_engine
@@ -144,7 +144,7 @@ def test_a_load_that_a_signal_ends_leaves_no_engine(wide_bundle: Path, soon: Cal
     """Nor the weights that it maps: most of a load is in the library, where the signal waits for its end."""
 
     def mapped() -> bool:
-        return str(wide_bundle / names.WEIGHTS_FILE) in Path("/proc/self/maps").read_text()
+        return str(wide_bundle / WEIGHTS_FILE) in Path("/proc/self/maps").read_text()
 
     bundle, ended = open_bundle(wide_bundle, verify=False), 0
     for microseconds in range(200, 8000, 200):

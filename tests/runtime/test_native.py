@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tide_export.common.version import __version__
 from tide_export.errors import ProviderError
 from tide_export.runtime import native
-from tide_export.version import __version__
 
 AGAIN = "install tide_export again on this machine"
 CANNOT = "the runtime's library '{path}' cannot be opened "

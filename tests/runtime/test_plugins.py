@@ -11,22 +11,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from tide_export import names
 from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo, Profile
+from tide_export.bundle.file_names import ENGINES_FOLDER, engine_file
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
+from tide_export.common.version import __version__
 from tide_export.engines import build
 from tide_export.engines import rebuild as rebuilding
 from tide_export.engines.worker import build as build_one
 from tide_export.errors import BuildError, ConfigError, ProviderError
+from tide_export.names.networks import AFTER_SEGMENTS, segment_name
 from tide_export.pipeline.flow import export
 from tide_export.runtime.engine import open_engine
 from tide_export.runtime.tensorrt import engines as on_tensorrt
 from tide_export.runtime.tensorrt import plugins as looking
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.plugins import find_plugins, plugins_to_build_with, plugins_to_load, register
-from tide_export.version import __version__
 
 REPORTED = {"weights_bytes": 9, "activation_bytes": 9, "layers": 2, "constants": 9, "profiles": 1}
 REPORTED |= {"attentions": 1, "fused_attention_kernels": 1, "copied": {}}
@@ -130,9 +131,9 @@ def test_a_library_that_no_engine_would_use_is_refused(tmp_path: Path, demo_mode
 
 def bundle_with_engines(demo_bundle: Path, folder: Path, plugins: PluginsInfo | None) -> Bundle:
     shutil.copytree(demo_bundle, folder)
-    (folder / names.ENGINES_FOLDER).mkdir()
-    for part in (*(names.segment(k) for k in range(4)), *names.AFTER_SEGMENTS):
-        (folder / names.engine_file(part)).write_bytes(b"engine")
+    (folder / ENGINES_FOLDER).mkdir()
+    for part in (*(segment_name(k) for k in range(4)), *AFTER_SEGMENTS):
+        (folder / engine_file(part)).write_bytes(b"engine")
     manifest = open_bundle(demo_bundle, verify=False).manifest
     profiles = (Profile("decode", 1, 1, 1, 8),)
     engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, profiles, 1.0, plugins)
@@ -233,6 +234,6 @@ def test_the_manifest_says_which_engines_hold_plugins(
     info = build.build_engines(tmp_path, manifest, TENSORRT, library)
     assert info.plugins == PluginsInfo(__version__, library.sha256, names_routed)
     assert [job["plugins"] for job in jobs] == [str(ours)]
-    (tmp_path / names.ENGINES_FOLDER).rmdir()
+    (tmp_path / ENGINES_FOLDER).rmdir()
     assert build.build_engines(tmp_path, manifest, TENSORRT).plugins is None
     assert jobs[1]["plugins"] is None

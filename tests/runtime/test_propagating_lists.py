@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from bundles import without
 
-from tide_export import names
+from tide_export.bundle.file_names import MANIFEST_FILE, batch_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
+from tide_export.names.networks import skipped_name
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
 
@@ -84,9 +85,9 @@ def test_networks_that_are_missing_or_others(propagating_bundle: Path, tmp_path:
     assert len(old.generate([5], max_new_tokens=2).tokens) == 2
     with pytest.raises(GenerationError, match="holds no networks for batches"):
         old.generate([[5], [6]], max_new_tokens=2)
-    folder, wrong = tmp_path / "mixed", names.batch_file(names.skipped(1))
+    folder, wrong = tmp_path / "mixed", batch_file(skipped_name(1))
     without(propagating_bundle, folder, wrong)
-    shutil.copyfile(propagating_bundle / names.batch_file(names.skipped(2)), folder / wrong)
-    write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
+    shutil.copyfile(propagating_bundle / batch_file(skipped_name(2)), folder / wrong)
+    write_manifest(folder, Manifest.from_json((folder / MANIFEST_FILE).read_text()))
     with pytest.raises(BundleError, match="batch/skipped_01"):
         load(folder, threads=1).generate([[5], [6]], max_new_tokens=2)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from bundles import PROFILES, with_engines, with_manifest
 
-from tide_export import names
+from tide_export.bundle.file_names import engine_file
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import BundleError, GenerationError, ProviderError
@@ -118,7 +118,7 @@ def test_a_truncated_engine_is_refused_before_tensorrt_sees_it(built: Path, mach
     machine((8, 9))
     bundle = tmp_path / "bundle"
     shutil.copytree(built, bundle)
-    engine = bundle / names.engine_file("segment_01")
+    engine = bundle / engine_file("segment_01")
     engine.write_bytes(engine.read_bytes()[:-1])
     arguments = ["generate", str(bundle), "--prompt", "a", "--provider", "tensorrt", "--no-verify", "-q"]
     assert main(arguments) == 2

@@ -10,7 +10,7 @@ from tiny_configs import CHECKPOINTS
 from tiny_engines import engine_of, pieces_of
 
 from tide_export.bundle.manifest import INT8_KV
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.errors import ConfigError, GenerationError, UnsupportedModelError
 from tide_export.pipeline.flow import export
 from tide_export.routers.random_routers import random_routers

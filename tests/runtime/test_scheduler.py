@@ -15,9 +15,10 @@ from caller_networks import CallersNetworks, Run, callers_engine
 from judge import TEXT
 from tiny_engines import TinyLlama
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError, QueueFullError
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import HEAD, segment_name
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.handle import RequestHandle
@@ -255,7 +256,7 @@ def test_logits_that_are_not_finite_end_one_request(callers: tuple[Engine, Calle
     engine, networks = callers
 
     def broken(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
-        if run[0] == names.HEAD and len(tensors[names.ROWS]) == 2:
+        if run[0] == HEAD and len(tensors[names.ROWS]) == 2:
             tensors[names.LOGITS][1:] = np.nan
 
     networks.after = broken
@@ -268,7 +269,7 @@ def test_logits_that_are_not_finite_end_one_request(callers: tuple[Engine, Calle
 
 def test_coming_along_saves_runs(callers: tuple[Engine, CallersNetworks], mixed: list[float]) -> None:
     """What it is for: the last segment reads its weights once for all who have drafts to verify."""
-    (engine, networks), last = callers, names.segment(2)
+    (engine, networks), last = callers, segment_name(2)
     options = {"mode": "lossless", "threshold": mixed, "prompt_lookup": 0, "max_new_tokens": 30, "stop_token_ids": []}
     deep, tokens = dict[float | None, int](), list[list[list[int]]]()
     for share in (None, 1.0):

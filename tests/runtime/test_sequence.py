@@ -11,7 +11,7 @@ import pytest
 from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
-from tide_export import names
+from tide_export.bundle.file_names import WEIGHTS_FILE
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.stepping import SingleSequence
@@ -195,7 +195,7 @@ def test_a_sequence_that_cannot_be_started(tiny_engine: Engine, arguments: tuple
 
 def mappings(bundle: Path) -> int:
     gc.collect()
-    return Path("/proc/self/maps").read_text().count(f"{bundle}/{names.WEIGHTS_FILE}")
+    return Path("/proc/self/maps").read_text().count(f"{bundle}/{WEIGHTS_FILE}")
 
 
 def test_engines_share_the_file_until_they_are_gone(wide_bundle: Path) -> None:
@@ -224,10 +224,10 @@ def test_no_sequence_starts_on_weights_that_were_changed(wide_bundle: Path, tmp_
     bundle = shutil.copytree(wide_bundle, tmp_path / "bundle")
     engine = load(bundle, threads=1)
     engine.start(NEVER).step([1])
-    with (bundle / names.WEIGHTS_FILE).open("r+b") as stream:
+    with (bundle / WEIGHTS_FILE).open("r+b") as stream:
         stream.write(np.ones(4, np.float32).tobytes())
     for refused in (lambda: engine.start(NEVER), lambda: engine.generate([1], max_new_tokens=1)):
-        with pytest.raises(BundleError, match=f"{names.WEIGHTS_FILE}' was changed after the bundle was loaded"):
+        with pytest.raises(BundleError, match=f"{WEIGHTS_FILE}' was changed after the bundle was loaded"):
             refused()
 
 

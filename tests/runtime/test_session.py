@@ -11,7 +11,7 @@ import pytest
 from bundles import edit
 from tiny_model import TinyModel
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.errors import BundleError, ConfigError
 from tide_export.runtime.engine import load
@@ -42,7 +42,7 @@ def test_onnx_runtime_leaves_nothing_to_send(tiny_bundle: Path, tmp_path: Path) 
 
 def test_a_graph_that_is_not_onnx_is_one_sentence(tmp_path: Path, tiny: TinyModel) -> None:
     with writing_bundle(tmp_path / "b") as folder:
-        (folder / names.GRAPH_FILE).write_bytes(b"not a graph")
+        (folder / GRAPH_FILE).write_bytes(b"not a graph")
         write_manifest(folder, tiny.manifest())
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*model\.onnx'") as error:
         load(tmp_path / "b")
@@ -51,7 +51,7 @@ def test_a_graph_that_is_not_onnx_is_one_sentence(tmp_path: Path, tiny: TinyMode
 
 def write_with_graph_of(path: Path, graph: TinyModel, manifest: TinyModel) -> Path:
     with writing_bundle(path) as folder:
-        onnx.save(graph.described(), folder / names.GRAPH_FILE)
+        onnx.save(graph.described(), folder / GRAPH_FILE)
         write_manifest(folder, manifest.manifest())
     return path
 
@@ -104,7 +104,7 @@ def test_a_hidden_size_that_no_tensor_shows_is_compared(tmp_path: Path) -> None:
 
 def test_a_graph_without_a_record_is_of_an_earlier_state(tmp_path: Path, tiny: TinyModel) -> None:
     with writing_bundle(tmp_path / "b") as folder:
-        onnx.save(tiny.graph(), folder / names.GRAPH_FILE)
+        onnx.save(tiny.graph(), folder / GRAPH_FILE)
         write_manifest(folder, tiny.manifest())
     with pytest.raises(BundleError, match="does not record its checkpoints, as this release writes it: export again"):
         load(tmp_path / "b")
@@ -113,7 +113,7 @@ def test_a_graph_without_a_record_is_of_an_earlier_state(tmp_path: Path, tiny: T
 def test_a_name_that_is_no_text_is_one_sentence(tmp_path: Path, tiny: TinyModel) -> None:
     with writing_bundle(tmp_path / "b") as folder:
         data = tiny.described().SerializeToString()
-        (folder / names.GRAPH_FILE).write_bytes(data.replace(b"skip_threshold.1", b"skip_threshold.\xce"))
+        (folder / GRAPH_FILE).write_bytes(data.replace(b"skip_threshold.1", b"skip_threshold.\xce"))
         write_manifest(folder, tiny.manifest())
     with pytest.raises(BundleError, match=r"has no input skip_threshold\.1, which its manifest calls for"):
         load(tmp_path / "b")

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tide_export.common.prompt_files import read_prompts
 from tide_export.errors import BundleError, GenerationError
-from tide_export.runtime.tokenizer import REPLACEMENT, BundleTokenizer, read_prompts
+from tide_export.runtime.tokenizer import REPLACEMENT, BundleTokenizer
 
 MODEL = Path(__file__).parents[2] / "demo" / "demo-llama"  # a model folder has its tokenizer.json where a bundle has it
 

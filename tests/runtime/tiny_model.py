@@ -12,14 +12,17 @@ import numpy as np
 import onnx
 from onnx.parser import parse_model
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.manifest import Manifest, TensorInfo
 from tide_export.bundle.model_info import ModelInfo
 from tide_export.bundle.store import write_manifest, writing_bundle
+from tide_export.names import paged
+from tide_export.names import step_graph as names
+from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
 
 HEADS, HEAD_DIM = 2, 8
 WIDTH = HEADS * HEAD_DIM
-ATTENTION = f"{names.DOMAIN}.{names.OP_PAGED_ATTENTION['float32']}"
+ATTENTION = f"{DOMAIN}.{OP_PAGED_ATTENTION['float32']}"
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class TinyModel:
             inputs.append(f'float[1,N{k},{WIDTH}] "{names.pending(k)}"')
         for layer in range(self.layers):
             for kind in ("key", "value"):
-                inputs.append(f'float[P,1,T,{HEAD_DIM}] "{names.pages(layer, kind)}"')
-                outputs.append(f'float[P,1,T,{HEAD_DIM}] "{names.new_pages(layer, kind)}"')
+                inputs.append(f'float[P,1,T,{HEAD_DIM}] "{paged.pages(layer, kind)}"')
+                outputs.append(f'float[P,1,T,{HEAD_DIM}] "{paged.new_pages(layer, kind)}"')
 
         body = [
             f"x0 = Gather(embed, {names.INPUT_IDS})",
@@ -141,7 +144,7 @@ class TinyModel:
             ]
         body += self._finish(segments)
         text = (
-            f'<ir_version: 10, opset_import: ["" : 21, "{names.DOMAIN}" : 1]>\n'
+            f'<ir_version: 10, opset_import: ["" : 21, "{DOMAIN}" : 1]>\n'
             f"tiny ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n" + "\n".join(body) + "\n}"
         )
         model = parse_model(text)
@@ -154,9 +157,9 @@ class TinyModel:
             out = y if layer + 1 == self.edges[k + 1] else f"h{layer}"
             lines += [
                 *(f"{p}_{layer} = MatMul({x}, {p}{layer})" for p in "qkv"),
-                f'a{layer}, "{prefix}{names.new_pages(layer, "key")}", "{prefix}{names.new_pages(layer, "value")}" = '
+                f'a{layer}, "{prefix}{paged.new_pages(layer, "key")}", "{prefix}{paged.new_pages(layer, "value")}" = '
                 f"{ATTENTION}<num_heads={HEADS}, kv_num_heads=1>(q_{layer}, k_{layer}, v_{layer}, "
-                f'"{names.pages(layer, "key")}", "{names.pages(layer, "value")}", '
+                f'"{paged.pages(layer, "key")}", "{paged.pages(layer, "value")}", '
                 f"{names.PAGE_TABLE}, {names.SEQUENCE_LENGTHS})",
                 f"mixed{layer} = MatMul(a{layer}, o{layer})",
                 f"sum{layer} = Add({x}, mixed{layer})",
@@ -196,10 +199,10 @@ class TinyModel:
             then_out, else_out = [*then_out, f"tscore{k + 1}"], [*else_out, f"escore{k + 1}"]
             results.append(f"score{k + 1}")
         for layer, kind in caches:
-            name = names.new_pages(layer, kind)
+            name = paged.new_pages(layer, kind)
             then_out.append(f'"run.{name}"')
             else_out.append(f'"skip.{name}"')
-            else_lines.append(f'"skip.{name}" = Identity("{names.pages(layer, kind)}")')
+            else_lines.append(f'"skip.{name}" = Identity("{paged.pages(layer, kind)}")')
             results.append(f'"{name}"')
 
         def branch(name: str, outputs: list[str], lines: list[str]) -> str:
@@ -286,6 +289,6 @@ class TinyModel:
     def write(self, path: Path, **changes: object) -> Path:
         """A bundle of this model at `path`."""
         with writing_bundle(path) as folder:
-            onnx.save(self.described(**changes), folder / names.GRAPH_FILE)
+            onnx.save(self.described(**changes), folder / GRAPH_FILE)
             write_manifest(folder, self.manifest(**changes))
         return path

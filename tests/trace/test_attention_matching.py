@@ -7,7 +7,7 @@ from written_attention import spelled_out
 
 from tide_export.compose.cut import cut
 from tide_export.errors import GraphError, UnsupportedModelError
-from tide_export.names import DOMAIN, OP_ATTENTION
+from tide_export.names.operators import DOMAIN, OP_ATTENTION
 from tide_export.trace.attention.matching import ExplicitAttentionPass
 from tide_export.trace.attention.scores import MAX_LENGTH
 from tide_export.trace.tracer import TracedModel

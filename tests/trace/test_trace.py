@@ -5,7 +5,7 @@ import torch
 from families import build
 
 from tide_export.errors import TraceError
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace import tracer
 from tide_export.trace.tracer import trace
 

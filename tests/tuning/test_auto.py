@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from tide_export.bundle.auto_mode import AutoMode
+from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.manifest import PROPAGATE, Manifest
-from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.tuning import auto

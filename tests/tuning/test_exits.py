@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import tide_export
+from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError, TuneError
-from tide_export.names import MANIFEST_FILE
 from tide_export.thresholds.pareto import Point
 from tide_export.tuning.tune import tune as tune_bundle
 

@@ -83,12 +83,8 @@ def test_expected_but_not_measured_does_not_pay(capsys, bundle: Path, monkeypatc
 def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypatch) -> None:
     engine = tide_export.load(demo_bundle, threads=1)
     drafting = engine.drafting_as(Setting((0.5,) * 3, 4, 0, 2.0).drafting(CHEAP, {}))
-    decode = lossless._decode
-    monkeypatch.setattr(
-        lossless,
-        "_decode",
-        lambda engine, prompt, request, mode, seed: decode(engine, prompt[mode == "full" :], request, mode, seed),
-    )
+    generate = engine.generate
+    monkeypatch.setattr(engine, "generate", lambda prompt, **options: generate(prompt[1:], **options))
     request = LosslessRequest(dataset="", prompts=2, new_tokens=8, temperature=0)
     with pytest.raises(TuneError, match=r"another token than full depth at position \d after prompt 0"):
         lossless.compare(engine, drafting, [[50, 60, 70]], request)

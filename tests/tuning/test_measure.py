@@ -95,8 +95,14 @@ def test_a_graph_that_does_not_obey_is_refused(engine, prompts, monkeypatch):
 
 
 def test_a_router_without_a_score_is_refused(engine, prompts, monkeypatch):
-    monkeypatch.setattr(
-        "tide_export.tuning.measure._run", lambda *a: (np.zeros(POSITIONS), np.full((POSITIONS, 3), np.nan))
-    )
+    start = engine.start
+
+    def without_scores(*given, **options):
+        state = start(*given, **options)
+        step = state.step
+        state.step = lambda ids: step(ids)._replace(scores=np.full(3, np.nan, np.float32))
+        return state
+
+    monkeypatch.setattr(engine, "start", without_scores)
     with pytest.raises(TuneError, match="gave no score"):
         measure_prompts(engine, prompts[:1], PROMPT, CHECKPOINTS)

@@ -9,11 +9,12 @@ import pytest
 from bundles import without
 from caller_networks import CallersNetworks, Run, callers_engine
 
-from tide_export import names
+from tide_export.bundle.file_names import ROUTERS_FILE
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.cli.main import main
 from tide_export.model.source import SourceModel, load_model
-from tide_export.names import ROUTERS_FILE
+from tide_export.names import batch_networks as names
+from tide_export.names.networks import HEAD
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, load, open_engine
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -86,7 +87,7 @@ def engine(request, graph: Engine, networks: Engine) -> Engine:
 def rolled(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
     """Sequences are given each other's logits."""
     name, tokens, _ = run
-    if name == names.HEAD and tokens > 1:
+    if name == HEAD and tokens > 1:
         tensors[names.LOGITS][...] = np.roll(tensors[names.LOGITS], 1, axis=1)
 
 

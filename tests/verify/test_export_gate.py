@@ -10,11 +10,11 @@ import torch
 import transformers as tf
 from tiny_configs import GROUPED
 
+from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.opened import open_bundle
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.errors import GraphError
 from tide_export.model.source import load_model
-from tide_export.names import GRAPH_FILE
 from tide_export.pipeline import flow as pipeline
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet

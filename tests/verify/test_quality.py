@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tide_export.bundle.auto_mode import AutoMode
+from tide_export.bundle.file_names import ROUTERS_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import replace_manifest
 from tide_export.cli.main import main
 from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import ConfigError, DatasetError
 from tide_export.model.source import load_model
-from tide_export.names import ROUTERS_FILE
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
 from tide_export.verify.oracle import oracle

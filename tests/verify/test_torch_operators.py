@@ -10,7 +10,7 @@ import torch
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from tide_export.runtime.network_spec import NetworkSpec, Tensor
+from tide_export.bundle.network_spec import NetworkSpec, Tensor
 from tide_export.verify.pytorch.networks import TorchNetwork
 from tide_export.verify.pytorch.operators import dequantize_linear, quantize_linear
 from tide_export.verify.pytorch.program import Program, tensor_of

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tide_export.bundle.file_names import MANIFEST_FILE, ROUTERS_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.errors import BundleError, ConfigError, DatasetError, GenerationError, RouterFileError
-from tide_export.names import MANIFEST_FILE, ROUTERS_FILE, WEIGHTS_FILE
 from tide_export.routers.router_set import RouterSet
 from tide_export.verify.validate import validate
 

@@ -1,6 +1,6 @@
-"""Keeps the state of a training on the disk, so that one that was interrupted goes on from there.
+"""Saves the state of a training run so that it can resume after an interruption.
 
-A state is one file, written under a temporary name and renamed: after a kill there is the last whole state or none.
+The state is one file, written under a temporary name and renamed: a killed process leaves the last complete state.
 """
 
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from tide_export.common.files import TEMPORARY, failure, fsync
 from tide_export.errors import AdaptError, first_line
-from tide_export.files import TEMPORARY, failure, fsync
 
 STATE_FILE = "training.pt"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a training in `folder`.
+    """The saved state of a training run in `folder`.
 
     Attributes:
-        settings: what a training must have in common with the one that wrote the state, to go on from it.
+        settings: must equal those in the state for a run to resume from it.
     """
 
     folder: Path
@@ -31,10 +31,10 @@ class Checkpoint:
         return self.folder / STATE_FILE
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replaces the state.
+        """Replaces the saved state.
 
         Raises:
-            AdaptError: it cannot be written; the one before is kept.
+            AdaptError: the file cannot be written; the previous state is kept.
         """
         temporary = self.folder / f"{STATE_FILE}.{TEMPORARY}"
         try:
@@ -48,10 +48,10 @@ class Checkpoint:
             raise AdaptError(f"cannot save the training to {self.file}: {failure(error, self.folder)}") from error
 
     def load(self) -> dict[str, Any] | None:
-        """Returns the state; None where there is none.
+        """Returns the saved state, or None if there is none.
 
         Raises:
-            AdaptError: it cannot be read, or a training with other settings wrote it.
+            AdaptError: the file cannot be read, or other settings wrote it.
         """
         if not self.file.exists():
             return None
@@ -69,7 +69,7 @@ class Checkpoint:
         return state
 
     def remove(self) -> None:
-        """Removes the state, and the folder if nothing else is in it."""
+        """Removes the saved state, and the folder if it is then empty."""
         self.file.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()

@@ -1,4 +1,4 @@
-"""`tide-export adapt`: loads a model, measures it, trains it to exit early, measures it again and writes it."""
+"""`tide-export adapt`: trains a model to exit early and writes it with its quality before and after."""
 
 import logging
 import os
@@ -21,17 +21,17 @@ from tide_export.adaptation.report import AdaptReport
 from tide_export.adaptation.training import Trainer, padded
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.fast_attention import fast_attention
+from tide_export.common.progress import stage
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import TokenSequence, load_tokenizer, read_sequences
 from tide_export.errors import AdaptError, ModelError
 from tide_export.model.pretrained import is_gguf, read_config
 from tide_export.model.quantized_checkpoints import prepare_quantized
 from tide_export.model.source import SourceModel, load_model
-from tide_export.progress import stage
 
 logger = logging.getLogger("tide_export")
 
-# A training may go on with other values of these: none changes which text a step reads, or how many there are.
+# Settings that may change when a run resumes: none affects the number of steps or the text of a step.
 CHANGEABLE = {
     "learning_rate",
     "full_weight",
@@ -52,20 +52,21 @@ def adapt(
     cache: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
 ) -> AdaptReport | None:
-    """Trains `model` (folder or hub id) for early exit and writes it to the folder `output`, as Hugging Face has it.
+    """Trains `model` for early exit and writes it to the folder `output` in Hugging Face format.
 
-    A run that was interrupted goes on from the last state in `cache` when it is started again.
+    A run that was interrupted resumes from the state in `cache` when it is started again.
 
     Args:
-        cache: a folder for the state (a hidden folder beside the output).
-        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
+        model: folder or hub id.
+        cache: folder of the state; None: a hidden folder beside the output.
+        trust_remote_code: run Python code from the model's folder (see `model.source.load_model`).
 
     Returns:
-        The report; None in all but the main one of several processes.
+        The report; None in every process but the main one.
 
     Raises:
-        AdaptError: the model is quantized; too little text; the output exists or cannot be written; a loss is not
-            finite; peft is missing.
+        AdaptError: the model is quantized, the text is too short, the output exists or cannot be written, a loss is
+            not finite, or peft is missing.
         TideError: the model or the text cannot be read.
     """
     config, target = config or AdaptConfig(), Path(output).absolute()
@@ -100,7 +101,7 @@ def adapt(
         before = _measure_before(source, measured, saved) if processes.main else None
         if saved is not None:
             trainer.resume(saved)
-            logger.info("going on after step %d of %d, saved in %s", trainer.step, steps, checkpoint.file)
+            logger.info("resuming after step %d of %d, saved in %s", trainer.step, steps, checkpoint.file)
         with processes.stage("training", float(steps)) as advance:
             advance(trainer.step)
             trainer.train({} if before is None else {"before": asdict(before)}, advance)
@@ -121,7 +122,7 @@ def adapt(
 
 
 def _stored_dtype(model: str, trust_remote_code: bool) -> torch.dtype:
-    """Returns the dtype of the model's weights on the disk.
+    """Returns the dtype in which the model's weights are stored.
 
     Raises:
         AdaptError: they are quantized.
@@ -143,11 +144,13 @@ def _read(
     tokenizer: PreTrainedTokenizerBase,
     config: AdaptConfig,
 ) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """Reads the text to train on and the text to measure on, which is of `others` or, without, a part of the former's.
+    """Reads the sequences to train on and to measure on.
+
+    The latter come from `others`, or are held out of `documents`.
 
     Raises:
-        AdaptError: too little text.
-        ModelError: a token that the model does not know.
+        AdaptError: there is too little text.
+        ModelError: a token is outside the model's vocabulary.
     """
     length = min(config.length, source.context_length or config.length)
 
@@ -173,17 +176,17 @@ def _read(
 
 
 def _split(sequences: list[TokenSequence], config: AdaptConfig) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """Holds out documents of about `held_out_tokens`: at most a fifth of the text and half of the documents."""
+    """Holds out about `held_out_tokens`, at most a fifth of the tokens and half of the documents."""
     total, order = sum(len(one.ids) for one in sequences), np.random.default_rng(config.seed)
-    held, wanted = set[int](), min(config.held_out_tokens, total // 5)
-    taken = 0
+    held_out, wanted = set[int](), min(config.held_out_tokens, total // 5)
+    tokens = 0
     numbers = order.permutation(sorted({sequence.document for sequence in sequences})).tolist()
     for number in numbers[: len(numbers) // 2]:
-        if taken < wanted:
-            held.add(number)
-            taken += sum(len(one.ids) for one in sequences if one.document == number)
-    texts = [sequence for sequence in sequences if sequence.document not in held]
-    return texts, [sequence for sequence in sequences if sequence.document in held]
+        if tokens < wanted:
+            held_out.add(number)
+            tokens += sum(len(one.ids) for one in sequences if one.document == number)
+    texts = [sequence for sequence in sequences if sequence.document not in held_out]
+    return texts, [sequence for sequence in sequences if sequence.document in held_out]
 
 
 def _measure_before(source: SourceModel, batches: Sequence[Batch], saved: dict[str, Any] | None) -> Quality:

@@ -1,4 +1,4 @@
-"""Skips layers for some sequences while training, deeper ones more often, so that the model depends less on them."""
+"""Layer dropout: skips layers for some training sequences, deeper layers more often."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,10 @@ from tide_export.model.structure import ModelStructure, first_tensor, with_first
 
 
 def skip_rates(num_layers: int, largest: float) -> list[float]:
-    """Returns the share of sequences that skip each layer: 0 at the first, `largest` at the last, exponential between
-    (LayerSkip, https://arxiv.org/abs/2404.16710, equation 2)."""
+    """Returns the share of sequences that skip each layer, growing exponentially from 0 to `largest`.
+
+    Equation 2 of LayerSkip, https://arxiv.org/abs/2404.16710.
+    """
     return [largest * (math.exp(math.log(2) * layer / max(1, num_layers - 1)) - 1) for layer in range(num_layers)]
 
 
@@ -19,7 +21,7 @@ def skip_rates(num_layers: int, largest: float) -> list[float]:
 def dropped_layers(
     structure: ModelStructure, rates: Sequence[float], sequences: int, generator: torch.Generator
 ) -> Iterator[None]:
-    """While open, each of `sequences` sequences of a batch passes a layer unchanged with the layer's rate."""
+    """Makes each of the batch's `sequences` skip a layer with the layer's rate while the context is open."""
 
     def hook(skipped: torch.Tensor):
         def skip(_module, args, kwargs, output):

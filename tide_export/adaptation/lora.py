@@ -1,6 +1,6 @@
-"""Trains low-rank matrices beside frozen weights, by the package peft, and merges them at the end.
+"""LoRA by the package peft: trains low-rank matrices beside frozen weights and merges them at the end.
 
-The original model is then the same one with these matrices disabled: it needs no second copy.
+With the matrices disabled, the model is the original: no second copy of it is needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tide_export.model.source import SourceModel
 
 
 class Lora:
-    """Low-rank matrices beside every linear layer of `source` but its head.
+    """Low-rank matrices beside every linear layer of `source` except its head.
 
     Raises:
         AdaptError: peft is not installed, or finds no linear layer.
@@ -35,11 +35,11 @@ class Lora:
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """While open, the model computes what it did before training."""
+        """Disables the matrices while the context is open, so that the model computes as before training."""
         with self._model.disable_adapter():
             yield
 
     def merge(self) -> None:
-        """Adds the matrices' products to the weights, and removes the matrices."""
+        """Adds the matrices' products to the weights and removes the matrices."""
         merge: Callable[[], Any] = self._model.merge_and_unload
         merge()

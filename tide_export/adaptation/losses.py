@@ -1,8 +1,8 @@
-"""The loss of a batch and its gradient: full depth stays what it was, early exits learn full depth's distribution.
+"""The loss of early-exit training and its gradient.
 
-As LayerSkip (Elhoushi et al., https://arxiv.org/abs/2404.16710), every exit uses the model's own norm and head and its
-loss weighs more with depth. Unlike it, the label of an exit is a distribution: that of the model's own full depth. Full
-depth learns the next token, and the distribution of the frozen original (self-distillation).
+Follows LayerSkip (Elhoushi et al., https://arxiv.org/abs/2404.16710): every exit uses the model's own norm and head,
+and its loss weighs more with depth. Unlike LayerSkip, the target of an exit is the distribution of full depth. Full
+depth learns the next token and the distribution of the frozen original (self-distillation).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,29 +18,29 @@ from tide_export.model.source import SourceModel
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one step or a part of them.
+    """The sequences of a training step, or some of them.
 
     Attributes:
-        ids: int64 [B, S], shorter sequences padded on the right.
-        lengths: int64 [B], their tokens.
+        ids: int64 [B, S], padded on the right.
+        lengths: tokens of each sequence, int64 [B].
     """
 
     ids: torch.Tensor
     lengths: torch.Tensor
 
     def positions(self) -> torch.Tensor:
-        """Returns the indices of tokens, not padding, in the flattened [B * S], int64 [n]."""
+        """Returns the indices of the tokens in the flattened [B * S] without padding, int64 [n]."""
         inside = torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
         return inside.flatten().nonzero()[:, 0]
 
     def labels(self) -> torch.Tensor:
-        """Returns the next token at each of `positions`, int64 [n]; -100 at a sequence's last one."""
+        """Returns the next token at each of `positions`, int64 [n]; -100 at the end of a sequence."""
         following = torch.cat([self.ids[:, 1:], self.ids[:, :1]], dim=1)
         following = following.scatter(1, self.lengths[:, None] - 1, -100)
         return following.flatten()[self.positions()]
 
     def parts(self, size: int) -> "list[Batch]":
-        """Splits into batches of at most `size` sequences, each cut to its longest."""
+        """Splits into batches of at most `size` sequences, each without needless padding."""
         pairs = zip(self.ids.split(size), self.lengths.split(size), strict=True)
         return [Batch(ids[:, : int(lengths.max())], lengths) for ids, lengths in pairs]
 
@@ -62,25 +62,25 @@ def accumulate_gradients(
 ) -> dict[int, torch.Tensor]:
     """Adds the gradient of the batch's loss to the parameters of `source`.
 
-    Logits exist for a block of tokens and one depth at a time. The gradient of a cross entropy by its logits, the
-    softmax less the target, is written down instead of recorded, which takes half of the passes over [n, V]; it is
-    accumulated on the states, and the layers' backward pass follows once.
+    Logits exist for one block of tokens and one depth at a time. The gradient of a cross entropy with respect to its
+    logits (softmax minus target) is computed directly, which halves the passes over [n, V]; it is accumulated on the
+    states, and the layers' backward pass runs once.
 
     Args:
-        states: layers -> raw states [B, S, D] with their graph, of every exit in `weights` and of full depth.
-        original: the frozen model, and its raw states after the last layer.
-        weights: of each exit's loss.
-        tokens: the step's, by which the sums of losses are divided.
+        states: layers -> raw states [B, S, D] with their graph, for every exit in `weights` and full depth.
+        original: the frozen model and its raw states after the last layer.
+        weights: layers -> weight of the exit's loss.
+        tokens: tokens of the whole step, by which the sums of losses are divided.
 
     Returns:
-        layers -> the sum of the losses over the batch's tokens, unweighted: cross entropy with full depth's
-        distribution of each exit; the divergence of full depth from the original.
+        layers -> the unweighted sum of the losses over the batch's tokens: for an exit, the cross entropy with full
+        depth's distribution; for full depth, the divergence from the original.
     """
     positions, labels = batch.positions(), batch.labels()
     teacher, teacher_states = original[0], original[1].flatten(0, 1)[positions]
     leaves = {layers: state.detach().flatten(0, 1)[positions].requires_grad_() for layers, state in states.items()}
     sums = {layers: torch.zeros((), device=labels.device) for layers in states}
-    kept, learned = config.full_weight * (1 - config.label_share), config.full_weight * config.label_share
+    distilled, learned = config.full_weight * (1 - config.label_share), config.full_weight * config.label_share
     for rows in blocks(source, len(positions)):
         with torch.no_grad():
             original_log = _logits(teacher, teacher_states[rows]).log_softmax(-1)
@@ -89,8 +89,8 @@ def accumulate_gradients(
         expected, target = original_log.exp(), log.exp()
         sums[source.num_layers] += torch.linalg.vecdot(expected, original_log.sub_(log)).sum()
         labelled = labels[rows] != -100
-        gradient = target * (kept + learned * labelled)[:, None]
-        gradient.sub_(expected, alpha=kept)
+        gradient = target * (distilled + learned * labelled)[:, None]
+        gradient.sub_(expected, alpha=distilled)
         gradient[labelled, labels[rows][labelled]] -= learned
         logits.backward(gradient.div_(tokens))
         del logits, log, gradient, expected

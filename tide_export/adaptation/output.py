@@ -1,4 +1,4 @@
-"""Writes the trained model as a plain Hugging Face folder, in one step; checks beforehand that it can be written."""
+"""Writes the trained model as a Hugging Face folder, after checks that it can be written."""
 
 import contextlib
 import shutil
@@ -10,25 +10,25 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
 from tide_export.adaptation.checkpoint import Checkpoint
+from tide_export.common.files import TEMPORARY, failure, fsync, is_no_space
+from tide_export.common.formatting import size
+from tide_export.common.progress import quiet_transformers
 from tide_export.errors import AdaptError
-from tide_export.files import TEMPORARY, failure, fsync, is_no_space
-from tide_export.formatting import size
 from tide_export.model.source import SourceModel
-from tide_export.progress import quiet_transformers
 
 ADAM_STATES = 2  # numbers per parameter
 
 
 def check_output(output: Path, checkpoint: Checkpoint) -> None:
-    """Refuses an output that is there, or folders that cannot be written.
+    """Checks that the output does not exist and that its folders can be written.
 
     Raises:
-        AdaptError: naming the folder.
+        AdaptError: it exists, or a folder cannot be written.
     """
     refuse_existing(output)
     for folder in (output.parent, checkpoint.folder):
         probe = folder / f".{output.name}.{TEMPORARY}-probe"
-        made = [entry for entry in (folder, *folder.parents) if not entry.exists()]
+        missing = [entry for entry in (folder, *folder.parents) if not entry.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"")
@@ -36,7 +36,7 @@ def check_output(output: Path, checkpoint: Checkpoint) -> None:
         except (OSError, ValueError) as error:
             raise AdaptError(f"cannot write to {folder}: {failure(error, folder)}") from error
         finally:
-            for entry in made:
+            for entry in missing:
                 with contextlib.suppress(OSError):
                     entry.rmdir()
 
@@ -47,16 +47,16 @@ def refuse_existing(output: Path) -> None:
 
 
 def check_space(source: SourceModel, output: Path, checkpoint: Checkpoint, dtype: torch.dtype, trained: int) -> None:
-    """Compares the free space with what the model and two states of `trained` float32 parameters need.
+    """Checks that the disks have room for the model and two states of `trained` float32 parameters.
 
     Raises:
-        AdaptError: it is less.
+        AdaptError: they have not.
     """
     model = sum(parameter.numel() for parameter in source.model.parameters()) * dtype.itemsize
-    states = 2 * trained * 4 * (1 + ADAM_STATES)  # the one before is replaced only when the new one is whole
+    states = 2 * trained * 4 * (1 + ADAM_STATES)  # the old state is replaced once the new one is complete
     for what, folder, needed in (("model", output.parent, model), ("state to resume from", checkpoint.folder, states)):
-        present = next(entry for entry in (folder.absolute(), *folder.absolute().parents) if entry.exists())
-        if (free := shutil.disk_usage(present).free) < needed:
+        existing = next(entry for entry in (folder.absolute(), *folder.absolute().parents) if entry.exists())
+        if (free := shutil.disk_usage(existing).free) < needed:
             raise AdaptError(
                 f"no space left on the disk for the {what} in {folder}: it takes {size(needed)} and {size(free)} are "
                 "free"
@@ -64,7 +64,7 @@ def check_space(source: SourceModel, output: Path, checkpoint: Checkpoint, dtype
 
 
 def round_weights(source: SourceModel, dtype: torch.dtype) -> None:
-    """Rounds every floating-point parameter to the numbers of `dtype`, in which they will be stored."""
+    """Rounds every parameter to `dtype`, in which it will be stored, and keeps its own dtype."""
     for parameter in source.model.parameters():
         parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
@@ -76,12 +76,14 @@ def write_model(
     dtype: torch.dtype,
     write_more: Callable[[Path], None],
 ) -> None:
-    """Writes weights in `dtype`, config, generation config and tokenizer (with its chat template) to `output`.
+    """Writes weights, configs and tokenizer to the folder `output`, which appears once it is complete.
 
-    `write_more` adds files. The folder appears when it is whole. The model's parameters are in `dtype` afterwards.
+    Args:
+        dtype: of the stored weights; the model's parameters have it afterwards.
+        write_more: adds files to the folder it is given.
 
     Raises:
-        AdaptError: it cannot be written, or something is there by now.
+        AdaptError: the folder cannot be written, or exists by now.
     """
     temporary = output.parent / f".{output.name}.{TEMPORARY}"
     for parameter in source.model.parameters():
@@ -93,7 +95,7 @@ def write_model(
             tokenizer.save_pretrained(temporary)
         write_more(temporary)
         for file in temporary.iterdir():
-            file.chmod((temporary / CONFIG_NAME).stat().st_mode)  # safetensors makes its file private
+            file.chmod((temporary / CONFIG_NAME).stat().st_mode)  # safetensors creates its file with mode 600
             fsync(file)
         refuse_existing(output)
         temporary.rename(output)

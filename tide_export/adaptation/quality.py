@@ -1,4 +1,4 @@
-"""Measures on held-out text what training changes: perplexity, and agreement of every layer with full depth."""
+"""Measures perplexity and the agreement of every layer with full depth on held-out text."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from tide_export.model.source import SourceModel
 
 @dataclass(frozen=True)
 class Quality:
-    """What a model does on held-out text.
+    """The quality of a model on held-out text.
 
     Attributes:
-        tokens: measured.
+        tokens: number of tokens measured on.
         perplexity: of the next token at full depth.
-        agreement: per number of layers from 1, the share of tokens whose most likely next token is full depth's.
-        top1: full depth's most likely tokens, to compare another model with.
+        agreement: for each number of layers from 1, the share of tokens whose top-1 prediction equals full depth's.
+        top1: full depth's top-1 predictions.
     """
 
     tokens: int
@@ -29,7 +29,7 @@ class Quality:
     top1: list[int]
 
     def same_as(self, other: "Quality") -> float:
-        """Returns the share of tokens at which full depth's most likely token is the same as of `other`."""
+        """Returns the share of tokens whose top-1 prediction at full depth equals that of `other`."""
         return sum(a == b for a, b in zip(self.top1, other.top1, strict=True)) / len(self.top1)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Says what training changed: a table, JSON and a picture of quality before and after."""
+"""Reports quality before and after training as a table, JSON and a plot."""
 
 import io
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tide_export.adaptation.quality import Quality
-from tide_export.files import replace_files
-from tide_export.formatting import table
+from tide_export.common.files import replace_files
+from tide_export.common.formatting import table
 
 REPORT_FILE = "adapt.json"
 PICTURE_FILE = "adapt.png"
@@ -16,14 +16,14 @@ PICTURE_FILE = "adapt.png"
 
 @dataclass(frozen=True)
 class AdaptReport:
-    """The result of a training.
+    """The result of a training run.
 
     Attributes:
-        output: the folder of the trained model.
-        settings: as given, with the model's and the text's hashes.
-        exits: the checkpoints that learned to exit.
-        tokens: trained on.
-        before, after: on the same held-out text; after, with the weights as they are stored.
+        output: folder of the trained model.
+        settings: the settings given, with the hashes of model and text.
+        exits: checkpoints that were trained.
+        tokens: number of tokens trained on.
+        before, after: quality on the same held-out text; `after` with the weights rounded as stored.
     """
 
     output: str
@@ -35,7 +35,7 @@ class AdaptReport:
 
     @property
     def same_tokens(self) -> float:
-        """Share of held-out tokens at which full depth's most likely next token is the original's."""
+        """The share of held-out tokens whose top-1 prediction at full depth is unchanged."""
         return self.after.same_as(self.before)
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class AdaptReport:
         return f"{head}\n" + table([f"of {len(after.agreement)} layers", "before", "after"], rows)
 
     def write(self, folder: Path) -> None:
-        """Writes the JSON and the picture into `folder`."""
+        """Writes the JSON and the plot into `folder`."""
         text = json.dumps(self.as_dict(), indent=2) + "\n"
         replace_files({folder / REPORT_FILE: text.encode(), folder / PICTURE_FILE: self._picture()})
 

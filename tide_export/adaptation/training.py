@@ -1,7 +1,7 @@
-"""The training loop: steps over shuffled text, gradients, learning rate, checkpoints; stops where a loss is not finite.
+"""The loop of early-exit training.
 
-Step `n` depends on the parameters, the optimizer's state and `n` alone (order and dropout are drawn from seed and `n`),
-so a training that resumes gives the weights of one that was not interrupted.
+Step `n` depends on parameters, optimizer state and `n` alone (order and dropout are drawn from the seed and `n`), so a
+resumed run reaches the same weights as an uninterrupted one.
 """
 
 import copy
@@ -30,22 +30,22 @@ from tide_export.model.source import SourceModel, wrap_model
 
 logger = logging.getLogger("tide_export")
 
-WARM_UP = 0.05  # of the steps
-FINAL_RATE = 0.05  # of the learning rate, at the end of the cosine
+WARM_UP = 0.05  # share of the steps
+FINAL_RATE = 0.05  # share of the peak learning rate at the end of the cosine
 BETAS = (0.9, 0.95)
 LOG_SECONDS = 60.0
 
 
 @dataclass
 class Trainer:
-    """A training of `source`.
+    """Trains `source` in place.
 
     Attributes:
-        texts: the sequences to train on.
-        exits: checkpoints that learn to exit.
-        steps: in all.
-        lora: the matrices that are trained; None where every weight is.
-        bf16: whether matmuls are bfloat16. With precision `auto` the same to the end, also after an interruption.
+        texts: sequences to train on.
+        exits: checkpoints to train.
+        steps: total number of steps.
+        lora: the trained matrices; None trains every weight.
+        bf16: whether matmuls are bfloat16; a resumed run keeps what precision `auto` chose.
     """
 
     source: SourceModel
@@ -74,7 +74,7 @@ class Trainer:
         )
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Restores a state that `state` returned."""
         with torch.no_grad():
             for parameter, saved in zip(self.parameters, state["parameters"], strict=True):
                 parameter.copy_(saved)
@@ -84,7 +84,7 @@ class Trainer:
             self.bf16 = state["bf16"]
 
     def state(self) -> dict[str, Any]:
-        """What `resume` needs."""
+        """Returns the state to resume from."""
         return {
             "step": self.step,
             "bf16": self.bf16,
@@ -93,14 +93,14 @@ class Trainer:
         }
 
     def train(self, more_state: dict[str, Any], advance: Callable[[float], None]) -> None:
-        """Runs the steps that are left.
+        """Runs the remaining steps.
 
         Args:
-            more_state: saved with the state.
-            advance: called after each step.
+            more_state: entries to save with the state.
+            advance: called with 1 after each step.
 
         Raises:
-            AdaptError: the loss or the gradient is not finite; the state cannot be saved. The last state is kept.
+            AdaptError: a loss or gradient is not finite, or the state cannot be saved; the last state is kept.
         """
         began = saved = logged = time.monotonic()
         first = self.step
@@ -124,7 +124,7 @@ class Trainer:
             parameter.requires_grad_(False)
 
     def _step(self) -> str:
-        """Changes the weights by one batch; returns its losses in words."""
+        """Trains on one batch; returns its losses as text for the log."""
         config, source = self.config, self.source
         batch = self._batch(self.step)
         count = config.exits_per_step or len(self.exits)
@@ -180,11 +180,11 @@ class Trainer:
 
     def _batch(self, step: int) -> Batch:
         size = self.config.batch
-        places = [divmod(index, len(self.texts)) for index in range(step * size, (step + 1) * size)]
-        return padded([self.texts[self._order(epoch)[position]] for epoch, position in places], self.source.device)
+        indices = [divmod(index, len(self.texts)) for index in range(step * size, (step + 1) * size)]
+        return padded([self.texts[self._order(epoch)[position]] for epoch, position in indices], self.source.device)
 
     def _share_gradients(self) -> None:
-        """Sums the gradients of all processes, which each have their sequences'."""
+        """Sums the gradients over all processes."""
         if self.processes.count == 1:
             return
         for parameter in self.parameters:
@@ -194,7 +194,7 @@ class Trainer:
 
 
 def padded(sequences: Sequence[TokenSequence], device: torch.device) -> Batch:
-    """Makes one batch of sequences."""
+    """Returns one batch of `sequences`, padded on the right."""
     lengths = [len(sequence.ids) for sequence in sequences]
     ids = torch.zeros(len(sequences), max(lengths), dtype=torch.long)
     for row, sequence in zip(ids, sequences, strict=True):
@@ -203,7 +203,7 @@ def padded(sequences: Sequence[TokenSequence], device: torch.device) -> Batch:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Returns the learning rate of a step: a linear warm-up, then a cosine."""
+    """Returns the learning rate of a step: linear warm-up, then cosine decay to `FINAL_RATE * peak`."""
     warm_up = max(1, math.ceil(WARM_UP * steps))
     if step < warm_up:
         return peak * (step + 1) / warm_up

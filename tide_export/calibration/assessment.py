@@ -1,7 +1,7 @@
-"""Holds what `calibrate` measured of every exit on held-out tokens, for the report and its tables.
+"""Holds the measurements of every exit on held-out tokens, for the report and its tables.
 
-Most records are arrays over n tokens of the test split; the outcome of any thresholds is computed from them without
-running the model again. NumPy alone.
+Most records are arrays over n tokens of the test split, from which the outcome of any thresholds is computed without
+running the model again. Needs only NumPy.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Outcome:
         agreement: share of tokens whose top-1 is the full model's.
         layers: mean layers per token.
         kl: mean KL divergence of the exit's distribution from the full model's, nats.
-        perplexity_change: perplexity of the text under the exits over that under the full model, minus 1; NaN where no
+        perplexity_change: perplexity of the text under the exits over that under the full model, minus 1; NaN if no
             text follows.
         exit_shares: share of tokens that exit at each checkpoint; the rest runs all layers.
     """
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Measurements at C checkpoints of n tokens of documents that neither fitting, stopping nor scaling used.
+    """Measurements at C checkpoints of n tokens of documents used for measuring only.
 
     Attributes:
         num_layers: layers of the model.
@@ -46,8 +46,8 @@ class Evaluation:
         labels: bool [n, C], the training labels.
         agrees: bool [n, C], whether the exit's top-1 is the full model's.
         kl: float32 [n, C], KL(full || exit) in nats.
-        nll: float32 [n, C+1], nats of the text's next token at every exit and, last, of the full model; NaN where the
-            text ends.
+        nll: float32 [n, C+1], nats of the text's next token at every exit and, last, of the full model; NaN at the end
+            of the text.
         documents: int64 [n], the document of each token.
     """
 
@@ -133,7 +133,7 @@ class Costs:
     lens: float
 
     def per_token(self, outcome: Outcome, checkpoints: Sequence[int]) -> float:
-        """Computes the mean cost of a token under `outcome`, its routers and lenses included."""
+        """Computes the mean cost of a token under `outcome`, including routers and lenses."""
         reached = 0.0
         remaining = 1.0
         for share in outcome.exit_shares:
@@ -149,7 +149,7 @@ class Assessment:
     Attributes:
         model: name of the source model.
         thresholds: the bundle's default, one per checkpoint (1.0 where min_layers switches a checkpoint off).
-        evaluation, convergence, examples, costs: see there.
+        evaluation, convergence, examples, costs: records of the classes above.
         provenance: the router file's record: dataset, split sizes, config, versions, per-checkpoint `report`.
     """
 

@@ -1,6 +1,6 @@
-"""Measures whether a router's score is a probability, in bins of equally many tokens. NumPy alone.
+"""Measures how far a router's score is from a probability, in bins of equally many tokens.
 
-Expected calibration error: Guo et al., https://arxiv.org/abs/1706.04599.
+Expected calibration error: Guo et al., https://arxiv.org/abs/1706.04599. Needs only NumPy.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class Reliability:
 
     @property
     def error(self) -> float:
-        """Expected calibration error: mean over tokens of the distance between score and share, in [0, 1]."""
+        """The expected calibration error: mean over tokens of |score - share|, in [0, 1]."""
         return float(np.average(np.abs(self.score - self.share), weights=self.count))
 
 
 def reliability(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Reliability:
-    """Groups tokens into bins of equal mass; equal scores stay together, so there may be fewer bins than `bins`.
+    """Groups tokens into at most `bins` bins of equally many tokens; equal scores share a bin.
 
     Args:
         scores: float [n], in [0, 1].
@@ -39,7 +39,7 @@ def reliability(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Rel
         bins: at least 1.
 
     Raises:
-        ValueError: no tokens, no bins, or different lengths.
+        ValueError: there are no tokens, no bins, or lengths differ.
     """
     if len(scores) == 0 or len(scores) != len(labels) or bins < 1:
         raise ValueError(f"cannot put {len(scores)} scores with {len(labels)} labels into {bins} bins")
@@ -53,5 +53,5 @@ def reliability(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Rel
 
 
 def expected_calibration_error(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
-    """Computes the expected calibration error: 0 where every score is the probability of its label."""
+    """Computes the expected calibration error; 0 if every score is the probability of its label."""
     return reliability(scores, labels, bins).error

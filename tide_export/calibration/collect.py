@@ -1,7 +1,7 @@
-"""Runs the model over sequences and keeps the raw states of a sample of their tokens: third step of `calibrate`.
+"""Runs the model over sequences and keeps the raw states of a sample of their tokens.
 
 `sampling_plan` chooses the tokens, `state_store` holds their states, and several processes may share the work. Memory
-is tokens kept x layers x width floats, whatever the number of tokens read.
+is kept tokens x layers x width floats, whatever the number of tokens read.
 """
 
 from collections.abc import Sequence
@@ -11,30 +11,30 @@ from pathlib import Path
 
 import torch
 
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.fast_attention import fast_attention
 from tide_export.calibration.parallel import in_parallel
 from tide_export.calibration.sampling_plan import Batch, Plan
 from tide_export.calibration.split import Split
 from tide_export.calibration.state_store import FolderStore, Store
-from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
 
-CPU_TOKENS = 1024  # per forward pass: a larger one is no faster on a CPU, and allocates larger attention matrices
-HELD_OUT_RATIO = 0.25  # tokens kept of the validation and of the test split, each, relative to the training split
+CPU_TOKENS = 1024  # per forward pass; larger ones are no faster on a CPU and allocate larger attention matrices
+HELD_OUT_RATIO = 0.25  # tokens kept of the validation split and of the test split, relative to the training split
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """n tokens drawn uniformly from a split without replacement, in the order of the text.
+    """A uniform sample of n tokens of a split, without replacement, in the order of the text.
 
     Attributes:
-        raw: layer count -> the residual stream after that many layers, float32 [n, D] on the CPU.
+        raw: number of layers -> the residual stream after them, float32 [n, D] on the CPU.
         next_ids: the id that follows each token in its sequence, -1 at the sequence's end; int64 [n].
         documents: the document of each token, int64 [n].
-        locations: (number of the sequence in the split, position in it), int64 [n, 2], in ascending order.
+        locations: (index of the sequence in the split, position in it), int64 [n, 2], ascending.
         seen: number of tokens in the split.
     """
 
@@ -72,7 +72,7 @@ def collect_splits(
 
 
 def capacities(source: SourceModel, config: TideConfig, states: int) -> tuple[int, int]:
-    """Returns the number of tokens kept at most of the training split, and of each of the others."""
+    """Returns the maximum tokens kept of the training split, and of each other split."""
     train = config.tokens_kept(source.hidden_size, states)
     return train, max(1, round(train * HELD_OUT_RATIO))
 
@@ -87,20 +87,20 @@ def collect(
     title: str,
     folder: Path | None = None,
 ) -> Sample:
-    """Keeps the states of at most `capacity` tokens of `sequences` (one part of a split) after each of `layers` layers.
+    """Keeps the states of at most `capacity` tokens of `sequences` after each of `layers` layers.
 
-    Processes started by a launcher share the work, and each returns the whole sample. The sample does not depend on
-    their number, nor on interruptions, if the arithmetic is the same: on another device, version or number of threads
-    torch sums in another order.
+    Processes started by a launcher share the work, and each returns the whole sample. The sample depends neither on
+    their number nor on interruptions, except for rounding: on another device, version or number of threads torch sums
+    in another order.
 
     Args:
-        title: of the progress bar.
-        folder: where the states are kept, one for each call, created if necessary. A run that was killed resumes from
-            it, and a complete one is only read. None: in memory.
+        title: title of the progress bar.
+        folder: folder of the states, a separate one for each call, created if missing. A killed run resumes from it,
+            and a complete one is only read. None: memory.
 
     Raises:
-        CalibrationError: no token, a token id the model does not have, NaN or infinity in a kept state; a folder that
-            cannot be used; another process ended.
+        CalibrationError: there is no token, a token id is outside the vocabulary, a kept state is not finite, the
+            folder cannot be used, or another process ended.
     """
     on_cpu = source.device.type == "cpu"
     plan = Plan.make(sequences, capacity, config.seed, config.calibration_batch, CPU_TOKENS if on_cpu else None)
@@ -156,7 +156,7 @@ def _open_store(
 
 
 def _run(source: SourceModel, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Computes the states [k, D] of the batch's kept tokens, float32 on the CPU; no others leave the model's device."""
+    """Returns number of layers -> states [k, D] of the batch's k kept tokens, float32 on the CPU."""
 
     def keep(state: torch.Tensor) -> torch.Tensor:
         return state[batch.rows.to(state.device), batch.positions.to(state.device)].float().cpu()
@@ -165,7 +165,11 @@ def _run(source: SourceModel, batch: Batch, layers: Sequence[int]) -> dict[int, 
 
 
 def check_ids(source: SourceModel, sequences: Sequence[TokenSequence]) -> None:
-    """Raises CalibrationError where `sequences` have a token id that the model does not."""
+    """Checks that all token ids are in the model's vocabulary.
+
+    Raises:
+        CalibrationError: one is not.
+    """
     known = next(source.model.get_input_embeddings().parameters()).shape[0]
     largest = max(int(sequence.ids.max(initial=0)) for sequence in sequences)
     if largest >= known:

@@ -1,12 +1,12 @@
-"""Finds this process's rank among those of a launcher and synchronizes them: part of `collect`.
+"""Synchronizes the processes of a launcher, which share the work of `collect` and of training.
 
 `accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N` start N equal processes, also without
-a GPU (accelerate's `--cpu` starts one, whatever N, unless MPI does it); `collect` distributes its batches among them.
-They exchange only small messages, over gloo on the CPU, so they may share a GPU. Without a launcher there is one
-process and accelerate is not imported.
+a GPU (accelerate's `--cpu` starts one, whatever N, except with MPI); `collect` distributes its batches among them. They
+exchange small messages over gloo on the CPU, so they may share a GPU. Without a launcher there is one process and
+accelerate is not imported.
 
-If a process dies, the launcher stops the others; even without it, the broken connection ends their wait. If one hangs,
-the others give up after `TIMEOUT`.
+If a process dies, the launcher stops the others, or the broken connection ends their wait. If one hangs, the others
+give up after `TIMEOUT`.
 """
 
 import atexit
@@ -18,10 +18,10 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
+from tide_export.common.progress import stage
 from tide_export.errors import CalibrationError, one_line
-from tide_export.progress import stage
 
-# Work is distributed evenly, so the wait for the slowest process is only the difference of their speeds.
+# Work is distributed evenly, so the wait for the slowest process is the difference of their speeds.
 TIMEOUT = timedelta(minutes=30)
 T = TypeVar("T")
 
@@ -35,13 +35,13 @@ class Processes:
 
     @classmethod
     def current(cls) -> "Processes":
-        """Reads the launcher's environment, and joins the other processes on the first call.
+        """Reads the launcher's environment and, on the first call, joins the other processes.
 
         Raises:
-            CalibrationError: the processes are on several machines, or do not find each other.
+            CalibrationError: the processes are on several machines, or cannot connect.
         """
         count = int(os.environ.get("WORLD_SIZE", "1"))
-        if count == 1 or "LOCAL_RANK" not in os.environ:  # a cluster's scheduler may set the first alone
+        if count == 1 or "LOCAL_RANK" not in os.environ:  # a cluster's scheduler may set only WORLD_SIZE
             return cls(0, 1)
         if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
             raise CalibrationError(
@@ -56,10 +56,10 @@ class Processes:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Waits for all the others.
+        """Waits for all other processes.
 
         Raises:
-            CalibrationError: one of them ended, or did not come within `TIMEOUT`.
+            CalibrationError: one of them ended, or did not arrive within `TIMEOUT`.
         """
         if self.count > 1:
             import torch
@@ -70,7 +70,7 @@ class Processes:
         """Calls `compute` in the main process and returns its result in every process.
 
         Raises:
-            CalibrationError: as `barrier`.
+            CalibrationError: another process ended, or did not arrive within `TIMEOUT`.
         """
         values = [compute() if self.main else ""]
         if self.count == 1:
@@ -85,7 +85,7 @@ class Processes:
 
     @contextmanager
     def stage(self, title: str, total: float) -> Iterator[Callable[[float], Any]]:
-        """Shows the progress of the main process, which represents all; as `progress.stage`."""
+        """Shows the main process's progress for all processes, by `common.progress.stage`."""
         if self.main:
             with stage(title, total=total) as advance:
                 yield advance
@@ -93,10 +93,10 @@ class Processes:
             yield lambda amount: None
 
     def gather(self, value: T) -> list[T]:
-        """Exchanges a value of each process, which pickle takes; those of all, by rank.
+        """Returns the values of all processes by rank; they are pickled.
 
         Raises:
-            CalibrationError: as `barrier`.
+            CalibrationError: another process ended, or did not arrive within `TIMEOUT`.
         """
         values: list[Any] = [value] * self.count
         if self.count > 1:
@@ -121,5 +121,5 @@ def _join():
 def _attempt(action: Callable, problem: str):
     try:
         return action()
-    except (RuntimeError, ValueError) as error:  # of gloo and the store that processes meet in
+    except (RuntimeError, ValueError) as error:  # raised by gloo and torch's store
         raise CalibrationError(f"{problem}: {one_line(error)}") from error

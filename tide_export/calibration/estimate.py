@@ -1,7 +1,7 @@
-"""Estimates how long calibration will take on this machine, before it begins.
+"""Estimates before the calibration how long it will take on this machine.
 
-Times on a few tokens what costs (the model, its head, an update of a lens and of a router) and multiplies by how many
-tokens will go through each.
+Times the model, its head and an update of a lens and of a router on a few tokens, and multiplies by the number of
+tokens that each will process.
 """
 
 import time
@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from tide_export.calibration.collect import capacities
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fast_attention import fast_attention
 from tide_export.calibration.fit_lenses import UPDATE_TOKENS, start, update
 from tide_export.calibration.labels import blocks, predict
@@ -19,20 +20,19 @@ from tide_export.calibration.lens_loss import PartialHead
 from tide_export.calibration.parallel import MAX_THREADS, in_parallel
 from tide_export.calibration.placement import CURVE_TOKENS
 from tide_export.calibration.split import Split
-from tide_export.config import TideConfig
+from tide_export.common.progress import duration
 from tide_export.model.source import SourceModel
-from tide_export.progress import duration
 
-PROBED_TOKENS = 256  # of a sequence
-LABELS = 0.6  # of a whole head's time: `agreement` rarely needs all of it
-MEASURED = 1.5  # of a head's time, with the divergence and the perplexity
-EPOCHS = 0.8  # of `router_epochs`: the loss mostly stops falling before
-ROUTER = 5.0  # matrix products of its width in an update, small ones
+PROBED_TOKENS = 256  # per sequence
+LABELS = 0.6  # share of the head's time: `agreement` rarely computes all of it
+MEASURED = 1.5  # in head times: the head with divergence and perplexity
+EPOCHS = 0.8  # share of `router_epochs` after which the loss mostly stops falling
+ROUTER = 5.0  # small matmuls of the router's width per update
 Result = TypeVar("Result")
 
 
 def estimate(source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig) -> str:
-    """Says how long calibration with `config` and each part of it will take."""
+    """Returns a sentence on how long calibration with `config` and each of its parts will take."""
     work = Work.of(source, split, checkpoints, config)
     seconds = Costs.measure(source, split, config).of(work, len(checkpoints), source.num_layers)
     parts = ", ".join(f"{what} {duration(time)}" for what, time in seconds.items() if time)
@@ -41,13 +41,13 @@ def estimate(source: SourceModel, split: Split, checkpoints: Sequence[int], conf
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens that will go through each part.
+    """The number of tokens that each part will process.
 
     Attributes:
-        read: the text's, over which the model runs once.
-        again: over which it runs again for the lenses.
-        lens: to which each lens is fitted, repeated ones included.
-        train, held_out: kept to fit routers, and of the validation and of the test split, each.
+        read: tokens of the text, over which the model runs once.
+        again: tokens over which the model runs again for the lenses.
+        lens: tokens to which each lens is fitted, counting repetitions.
+        train, held_out: tokens kept of the training split, and of each other split.
     """
 
     read: int
@@ -69,8 +69,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of this machine, with all its cores, for one token: of the model, of its head, of a lens's target, of an
-    update of one lens, and of one router in all epochs."""
+    """Seconds per token with all cores of this machine.
+
+    Attributes:
+        model, head: a forward pass of each.
+        target: the target of a lens.
+        lens: an update of one lens.
+        router: the updates of one router in all epochs.
+    """
 
     model: float
     head: float
@@ -120,7 +126,7 @@ class Costs:
 
 
 def _timed(work: Callable[[], Result]) -> tuple[float, Result]:
-    """Returns the seconds of the second of two calls, as the first allocates, and its result."""
+    """Calls `work` twice, as the first call allocates; returns the seconds and result of the second."""
     work()
     began = time.perf_counter()
     result = work()

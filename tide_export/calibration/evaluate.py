@@ -1,4 +1,4 @@
-"""Measures fitted routers and lenses on the test split, which nothing was fitted to: last step of `calibrate`.
+"""Measures fitted routers and lenses on the test split, to which nothing was fitted.
 
 Fills the records of `assessment`, which the report and the tables show.
 """
@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tide_export.calibration.assessment import Costs, Evaluation, Example
 from tide_export.calibration.collect import Sample
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_router import LabelledStates, assess
 from tide_export.calibration.labels import Target, blocks, normalize, predict, top1
 from tide_export.calibration.parallel import in_parallel
-from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
@@ -47,7 +47,7 @@ def evaluate(
     nll = np.full((sample.kept, len(checkpoints) + 1), np.nan, np.float32)
 
     def measure(rows: slice) -> slice:
-        """Measures all exits of a block of tokens, with one computation of the full model's predictions."""
+        """Measures all exits of a block of tokens, computing the full model's predictions once."""
         with torch.no_grad():
             following, known = sample.next_ids[rows].clamp_min(0), sample.next_ids[rows] >= 0
             raw = {layers: sample.raw[layers][rows] for layers in (*checkpoints, depth)}
@@ -81,7 +81,7 @@ def report_checkpoints(
     config: TideConfig,
     reports: dict[int, dict[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """Adds the measurements on the test split to the reports of the fit, and logs them.
+    """Adds the measurements on the test split to the reports of the fit and logs them.
 
     Returns:
         Checkpoint (a string) -> its report.
@@ -133,10 +133,10 @@ def read_examples(
 
 
 def count_costs(source: SourceModel, config: TideConfig, lenses: float = 1.0) -> Costs:
-    """Counts the operations per token of the model's parts: two for each weight that multiplies a token's state.
+    """Counts the operations per token of the model's parts, two per weight that a token multiplies.
 
     Args:
-        lenses: share of the checkpoints that have a lens, where `config` allows them.
+        lenses: share of the checkpoints that have a lens, if `config` allows lenses.
     """
     layer = sum(p.numel() for p in source.structure.layers.parameters()) / source.num_layers
     width = source.normalized_size

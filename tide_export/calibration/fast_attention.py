@@ -1,7 +1,7 @@
-"""Replaces eager attention by PyTorch's fused attention while states are collected: part of `collect`.
+"""Replaces eager attention by PyTorch's fused attention while states are collected.
 
-The reference is eager attention, which stores every score. Fused attention equals it within rounding in a fraction of
-the time and memory. It is compared with the reference before it is used.
+The reference is eager attention, which stores every score. Fused attention equals it up to rounding in a fraction of
+the time and memory, and is compared with it before use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,16 @@ from tide_export.model.source import SourceModel
 
 FUSED = "sdpa"
 COMPARED_TOKENS = 64
-TOLERANCE = 1e-3  # largest distance of a token's state from the reference's, relative to its norm
+TOLERANCE = 1e-3  # maximum distance of a token's state from the reference's, relative to its norm
 
 
 @contextmanager
 def fast_attention(source: SourceModel, text: Sequence[int], layers: Sequence[int]) -> Iterator[str]:
-    """While open, `source` uses PyTorch's fused attention, if its states equal those of the reference.
+    """Makes `source` use fused attention while the context is open, if it passes the comparison.
 
     Args:
-        text: token ids; the first are run with both.
-        layers: layer counts after which the states are compared.
+        text: token ids, the first of which run with both attentions.
+        layers: numbers of layers after which the states are compared.
 
     Yields:
         The name of the attention in use.
@@ -43,7 +43,7 @@ def _agrees(source: SourceModel, text: Sequence[int], layers: Sequence[int]) -> 
     try:
         with attention_implementation(source.model, FUSED):
             fused = source.run(ids, layers).raw
-    except UnsupportedModelError:  # softcaps, sinks: transformers knows which models do not support it
+    except UnsupportedModelError:  # softcaps, sinks: transformers refuses fused attention for such models
         return False
     return all(
         bool(((fused[layer] - state).norm(dim=-1) <= TOLERANCE * state.norm(dim=-1)).all())

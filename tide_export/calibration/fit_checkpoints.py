@@ -1,4 +1,4 @@
-"""Fits the routers of all checkpoints: the step of `calibrate` between the lenses and `evaluate`."""
+"""Fits the routers of all checkpoints."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from tide_export.calibration.collect import Sample
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_router import FittedRouter, LabelledStates, fit_router
 from tide_export.calibration.labels import may_exit, most_frequent, normalize, top1
 from tide_export.calibration.parallel import in_parallel
-from tide_export.config import TideConfig
+from tide_export.common.progress import stage
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
-from tide_export.progress import stage
 from tide_export.routers.router import Lens
 from tide_export.routers.router_set import RouterSet
 
@@ -28,11 +28,11 @@ def fit_checkpoints(
     validation: Sample,
     fitted_lenses: Mapping[int, Lens],
 ) -> tuple[RouterSet, dict[int, dict[str, Any]]]:
-    """Fits the routers of `checkpoints`; drops those where the labels are all of one class.
+    """Fits the routers of `checkpoints`; drops a checkpoint whose labels are all of one class.
 
     Args:
-        train, validation: their states at the checkpoints are freed as they are used.
-        fitted_lenses: checkpoint -> its lens, where states do not exit unchanged.
+        train, validation: samples, whose states at a checkpoint are freed after use.
+        fitted_lenses: checkpoint -> its lens, for those that have one.
 
     Returns:
         The routers without provenance, and the report of each checkpoint.
@@ -82,8 +82,11 @@ def fit_checkpoints(
 
 
 def _shortlist(source: SourceModel, config: TideConfig, full_top1: torch.Tensor) -> torch.Tensor | None:
-    """Selects the head's rows [N, D'] for the N most frequent of `full_top1`; None for routers of TIDE's form.
-    `full_top1`: the full model's top-1 tokens on training text, int64 [n]."""
+    """Returns the head's rows [N, D'] of the N most frequent tokens; None for routers of TIDE's form.
+
+    Args:
+        full_top1: the full model's top-1 tokens on training text, int64 [n].
+    """
     if config.router_shortlist == 0:
         return None
     rows = source.head_rows()

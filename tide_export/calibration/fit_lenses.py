@@ -1,12 +1,12 @@
-"""Fits the lenses of all checkpoints on a stream of text: between `collect` and the labels of the routers.
+"""Fits the lenses of all checkpoints on a stream of text.
 
 A tuned lens (Belrose et al., https://arxiv.org/abs/2303.08112) of low rank brings the head's distribution for its
 output near the full model's (`lens_loss`); everything else is frozen. For each batch of text the head runs once for all
-checkpoints, and every lens is updated. The states are those that `collect` kept, if it kept all; else the model is run
-again and the states are freed: memory does not grow with the text.
+checkpoints, and every lens is updated. The states are those that `collect` kept, if it kept all; else the model runs
+again and the states are freed, so that memory does not grow with the text.
 
-On validation tokens the lenses are measured while they are fitted, and the best state of each is kept. A lens is used
-where that state is better than none, and with `exit_strategy = "auto"` only where it saves more than it costs.
+The lenses are measured on validation tokens while they are fitted, and the best state of each is kept. A lens is used
+if that state is better than no lens, and with `exit_strategy = "auto"` only if it saves more than it costs.
 """
 
 import copy
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from tide_export.calibration.collect import CPU_TOKENS, Sample, check_ids
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.evaluate import count_costs, lens_rank
 from tide_export.calibration.fast_attention import fast_attention
 from tide_export.calibration.labels import Target, blocks, normalize, predict
@@ -30,10 +31,9 @@ from tide_export.calibration.lens_loss import PartialHead
 from tide_export.calibration.parallel import in_parallel
 from tide_export.calibration.placement import RECALL
 from tide_export.calibration.sampling_plan import Batch, Plan
-from tide_export.config import TideConfig
+from tide_export.common.progress import stage
 from tide_export.data.sequences import TokenSequence
 from tide_export.model.source import SourceModel
-from tide_export.progress import stage
 from tide_export.routers.router import Lens
 
 logger = logging.getLogger("tide_export")
@@ -41,7 +41,7 @@ logger = logging.getLogger("tide_export")
 UPDATE_TOKENS = 64  # per update: with more, a lens needs more text
 VALIDATION_TOKENS = 2048
 MEASUREMENTS = 5  # on validation tokens, evenly over the tokens seen
-TRIAL = 0.35  # share of the tokens after which a lens that does not pay is given up, with `exit_strategy = "auto"`
+TRIAL = 0.35  # share of the tokens after which a lens that saves too little is given up, with `exit_strategy = "auto"`
 MAX_GRADIENT = 1.0  # norm
 
 
@@ -54,20 +54,21 @@ def fit_lenses(
     checkpoints: Sequence[int],
     folder: Path | None = None,
 ) -> tuple[dict[int, Lens], dict[int, dict[str, Any]]]:
-    """Fits the lenses of `checkpoints` to `sequences`, the training split; none with `exit_strategy = "identity"`.
+    """Fits the lenses of `checkpoints` to the training split; none with `exit_strategy = "identity"`.
 
     Args:
-        train, validation: states at the checkpoints and after the last layer. Where `train` keeps every token of
-            `sequences`, the model is not run again.
-        folder: where the lenses are saved while they are fitted; a run that was killed resumes from there.
+        sequences: the training split.
+        train, validation: states at the checkpoints and after the last layer. If `train` keeps every token of
+            `sequences`, the model does not run again.
+        folder: folder in which the lenses are saved while they are fitted, from which a killed run resumes.
 
     Returns:
-        The lenses of the checkpoints where one is used, and the report of each checkpoint: `used`, `reason` where it is
-        not, `rank`, `tokens` seen; on validation tokens `kl_before`, `kl_after`, `may_exit_before`, `may_exit_after`
-        and `curve`, a list for each field of `LensFit.curve`.
+        The lenses of the checkpoints that use one, and the report of each checkpoint: `used`, `reason` if it is not,
+        `rank`, `tokens` seen; on validation tokens `kl_before`, `kl_after`, `may_exit_before`, `may_exit_after` and
+        `curve`, a list for each field of `LensFit.curve`.
 
     Raises:
-        CalibrationError: a token id the model does not have; a folder that cannot be used.
+        CalibrationError: a token id is outside the vocabulary, or the folder cannot be used.
     """
     if config.exit_strategy == "identity":
         return {}, {}
@@ -75,7 +76,7 @@ def fit_lenses(
     text = _Stream.make(source, sequences, config)
     fits = {layers: start(source, validation.raw[layers], config, layers) for layers in checkpoints}
     saved = LensCheckpoint(source, config, text.sha256, checkpoints, folder)
-    held_out = _some(validation, config.seed)
+    held_out = _draw(validation, config.seed)
     with stage("fitting lenses", total=float(text.tokens)) as advance:
         first = saved.restore(fits)
         if not first:
@@ -88,7 +89,7 @@ def fit_lenses(
 
 
 def start(source: SourceModel, states: torch.Tensor, config: TideConfig, layers: int) -> LensFit:
-    """Makes a lens that changes nothing, for raw states like `states` [n, D]."""
+    """Returns a lens that changes nothing, for raw states like `states` [n, D]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed * 1013 + layers)
         lens = Lens(source.hidden_size, lens_rank(source, config)).to(source.device)
@@ -98,7 +99,7 @@ def start(source: SourceModel, states: torch.Tensor, config: TideConfig, layers:
 
 
 def update(fit: LensFit, loss: torch.Tensor, rate: float) -> None:
-    """Moves the lens by one step against the gradient of `loss`."""
+    """Updates the lens by one step against the gradient of `loss`."""
     for group in fit.optimizer.param_groups:
         group["lr"] = rate
     fit.optimizer.zero_grad()
@@ -109,7 +110,7 @@ def update(fit: LensFit, loss: torch.Tensor, rate: float) -> None:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The passes over the text: numbers of batches of `plan`, epoch after epoch; `ends`: tokens seen after each."""
+    """The passes over the text: indices of batches of `plan`; `ends` has the tokens seen after each."""
 
     plan: Plan
     order: list[int]
@@ -117,8 +118,7 @@ class _Stream:
 
     @classmethod
     def make(cls, source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> "_Stream":
-        """Draws batches until they have `lens_tokens` tokens, each again after all others, `lens_epochs` times at
-        most."""
+        """Draws batches until they have `lens_tokens` tokens, for at most `lens_epochs` epochs."""
         per_pass = CPU_TOKENS if source.device.type == "cpu" else None
         every = sum(len(sequence.ids) for sequence in sequences)
         plan = Plan.make(sequences, every, config.seed, config.calibration_batch, per_pass)
@@ -151,7 +151,7 @@ def _train(
 ) -> None:
     head = PartialHead(source)
     depth, seen = source.num_layers, int(text.ends[first - 1]) if first else 0
-    rows = next(blocks(source, UPDATE_TOKENS)).stop  # fewer where their logits would be too large
+    rows = next(blocks(source, UPDATE_TOKENS)).stop  # fewer if their logits would be too large
     some = text.plan.sequences[int(text.plan.locations[0, 0])].ids.tolist()
     with fast_attention(source, some, [*fits, depth]):
         for number in range(first, len(text.order)):
@@ -194,7 +194,7 @@ def _run(source: SourceModel, head: PartialHead, batch: Batch, layers: Sequence[
         return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
 
 
-def _some(validation: Sample, seed: int) -> Sample:
+def _draw(validation: Sample, seed: int) -> Sample:
     """Draws `VALIDATION_TOKENS` of the validation tokens."""
     rows = torch.randperm(validation.kept, generator=torch.Generator().manual_seed(seed))[:VALIDATION_TOKENS]
     return replace(
@@ -208,7 +208,7 @@ def _some(validation: Sample, seed: int) -> Sample:
 
 @torch.no_grad()
 def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: dict[int, LensFit], seen: int) -> None:
-    """Adds a point to the curve of each of `fits`, and keeps the best lenses; gives up those that diverged."""
+    """Adds a point to the curve of each lens, keeps its best state, and gives up diverged lenses."""
 
     def translated(layers: int, fit: LensFit, rows: slice) -> torch.Tensor:
         return source.normalize(fit.translate(held_out.raw[layers][rows].to(source.device)).float())
@@ -227,7 +227,7 @@ def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: di
                     label = here.agree(full_top1)
                 elif config.label == "kl":
                     label = kl < config.kl_bound
-                else:  # no lens changes the raw states
+                else:  # a new lens changes nothing
                     cosine = torch.cosine_similarity(held_out.raw[layers][rows], last, dim=-1)
                     label = cosine > config.convergence_threshold
                 found[layers] = torch.stack([kl, label.float()])
@@ -259,9 +259,9 @@ COSTS_MORE = "costs more than it saves"
 
 
 def _net_gain(source: SourceModel, config: TideConfig, layers: int, fit: LensFit) -> float:
-    """Estimates the layers that the lens saves per token that reaches the checkpoint, its cost taken off.
+    """Estimates the layers that the lens saves per token at the checkpoint, minus its cost.
 
-    As for placement, a router is assumed to find the share `RECALL` of the tokens that may exit.
+    A router is assumed to find the share `RECALL` of the tokens that may exit, as in `placement`.
     """
     costs = count_costs(source, config)
     more = fit.best_measurement()["may_exit"] - fit.curve[0]["may_exit"]
@@ -292,7 +292,7 @@ def _report(source: SourceModel, config: TideConfig, layers: int, fit: LensFit) 
 
 
 def _sentence(reports: dict[int, dict[str, Any]]) -> str:
-    """Says where lenses are used, and what they change on held-out tokens."""
+    """Returns a sentence on the checkpoints that use lenses, and their effect on held-out tokens."""
     used = [layers for layers, report in reports.items() if report["used"]]
     others = [layers for layers in reports if layers not in used]
     if not used:

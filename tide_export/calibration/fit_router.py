@@ -1,9 +1,8 @@
-"""Fits the router of one checkpoint and calibrates its score to a probability: part of `calibrate`.
+"""Fits the router of one checkpoint and calibrates its score to a probability.
 
 Minimizes binary cross-entropy on the labels, by default without class weights. The validation split decides when to
 stop and which weights are kept; Platt scaling on it (a factor and a bias on the logit, folded into the last layer)
-makes
-the score a probability: of the tokens with score .9, 9 in 10 may exit.
+makes the score a probability: of the tokens with score .9, 9 in 10 may exit.
 """
 
 import copy
@@ -16,7 +15,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
 from tide_export.calibration.calibration_error import expected_calibration_error
-from tide_export.config import TideConfig
+from tide_export.calibration.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.routers.router import Router, summarize
 
@@ -29,7 +28,7 @@ _seeding = threading.Lock()  # PyTorch's default generator, which draws initial 
 
 @dataclass(frozen=True)
 class LabelledStates:
-    """Tokens of a split at one checkpoint: normalized states, float32 [n, D'], and whether each may exit, bool [n]."""
+    """A split's tokens at one checkpoint: normalized states float32 [n, D'], labels "may exit" bool [n]."""
 
     features: torch.Tensor
     labels: torch.Tensor
@@ -50,10 +49,10 @@ def fit_router(
     checkpoint: int,
     shortlist: torch.Tensor | None = None,
 ) -> FittedRouter:
-    """Fits the router of `checkpoint`; thread-safe, and the same arguments give the same weights.
+    """Fits the router of `checkpoint`; thread-safe and deterministic.
 
     Args:
-        config: the `router_*` fields, `class_balance`, `exit_threshold`, `seed`.
+        config: used are the `router_*` fields, `class_balance`, `exit_threshold` and `seed`.
         checkpoint: layers run there; the seed depends on it.
         shortlist: rows of the head [N, D'], or None for a router of TIDE's form.
 
@@ -74,7 +73,7 @@ def fit_router(
     best_loss, best_epoch, best = float("inf"), 0, copy.deepcopy(router.state_dict())
     epoch = last_gain = 0
     for epoch in range(1, config.router_epochs + 1):
-        # The rate falls linearly to 0 over the possible epochs, so that the last steps average out noise.
+        # The rate decays linearly to 0 over the possible epochs, so that the last steps average out noise.
         for group in optimizer.param_groups:
             group["lr"] = config.router_learning_rate * (1 - (epoch - 1) / config.router_epochs)
         for rows in torch.randperm(len(labels), generator=generator).split(BATCH_TOKENS):
@@ -114,7 +113,7 @@ def assess(router: Router, split: LabelledStates, threshold: float) -> dict[str,
         probabilities; `ece`, the expected calibration error over 15 bins of equally many tokens; `loss` (nats per
         token) and `base_loss`, that of the constant score `positive_rate`; `accuracy` of score > 0.5; and, for score >
         `threshold`, `exit_rate`, `precision` (share of the exits that may exit; None without exits) and `recall` (share
-        exited of those that may; None where none may).
+        of the tokens that may exit that do; None if none may).
     """
     labels = split.labels
     logits = torch.cat([router.logit(part) for part in split.features.split(8192)])
@@ -138,8 +137,11 @@ def assess(router: Router, split: LabelledStates, threshold: float) -> dict[str,
 
 
 class _Scaling:
-    """Scales a router's inputs so that one learning rate suits all models: normalized states to unit size, the summary
-    to two differences of unit deviation. Linear, hence foldable into the weights."""
+    """Scales a router's inputs so that one learning rate suits all models.
+
+    Scales normalized states to unit size and the summary to two differences of unit deviation. Being linear, it can be
+    folded into the weights.
+    """
 
     def __init__(self, router: Router, features: torch.Tensor):
         self.router = router
@@ -149,7 +151,7 @@ class _Scaling:
             self.transform = _DIFFERENCES / part.std(0).clamp_min(1e-6)
 
     def inputs(self, split: LabelledStates) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the split's states, unscaled, and its scaled summaries, which are computed once for all epochs."""
+        """Returns the split's unscaled states and scaled summaries, to be used in all epochs."""
         if self.router.shortlist is None:
             return split.features, None
         summaries = [summarize(part, self.router.shortlist) @ self.transform for part in split.features.split(8192)]
@@ -196,9 +198,9 @@ def _scores(router: Router, features: torch.Tensor):
 
 
 def _platt(router: Router, validation: LabelledStates) -> None:
-    """Scales and shifts the logit in place so that the scores are probabilities on `validation` (Platt 1999).
+    """Scales and shifts the logit so that scores are probabilities on `validation` (Platt 1999).
 
-    Does nothing where the labels are all of one class, for which no finite shift is optimal.
+    Does nothing if all labels are of one class, for which no finite shift is optimal.
     """
     truth = validation.labels.float()
     if not 0 < float(truth.mean()) < 1:
@@ -217,8 +219,8 @@ def _platt(router: Router, validation: LabelledStates) -> None:
     optimizer.step(loss)
     scale, bias = float(factor.detach()), float(shift.detach())
     if not (math.isfinite(scale) and math.isfinite(bias)) or scale <= 0:
-        # The router does not discriminate. A negative scale would fit noise, and unscaled scores are not probabilities:
-        # every token gets the share that may exit.
+        # The router does not discriminate. A negative scale would fit noise, and unscaled scores are not probabilities,
+        # so every token gets the share that may exit.
         scale, bias = 0.0, float(truth.mean().logit())
     with torch.no_grad():
         router.up.weight *= scale

@@ -1,4 +1,4 @@
-"""Computes what a router learns to predict: may this token exit at this checkpoint?
+"""Computes the labels that routers learn to predict: whether a token may exit at a checkpoint.
 
 `agreement`, the default, is for greedy decoding: the exit's top-1 token is the full model's. `kl` is for sampling: the
 exit's distribution is within a bound of the full model's. `cosine` is TIDE's: the direction of the raw hidden state no
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 import torch
 
 from tide_export.calibration.collect import Sample
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.parallel import in_parallel
-from tide_export.config import TideConfig
 from tide_export.model.source import SourceModel
 from tide_export.routers.router import Lens
 
-LOGITS_BYTES = 64 << 20  # logits computed at a time; heads with scaling or soft capping hold a few copies of them
-LOGITS_ROWS = 512  # maximum tokens of a block: the logits of a small vocabulary then stay in the processor's cache
+LOGITS_BYTES = 64 << 20  # logits computed at a time; heads with scaling or softcaps hold a few copies of them
+LOGITS_ROWS = 512  # maximum tokens of a block, so that the logits of a small vocabulary stay in the CPU's cache
 NORM_ROWS = 8192  # tokens normalized at a time
-FREQUENT = 1 / 8  # share of the vocabulary that `agreement` asks first
-SLACK = 1e-4  # far above the rounding of a logit, relative to the norms of state and row
+FREQUENT = 1 / 8  # share of the vocabulary that `agreement` compares first
+SLACK = 1e-4  # relative to the norms of state and row; far above the rounding of a logit
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Logits of n tokens, float32 [n, V] on the model's device; the methods return tensors on the CPU."""
+    """The logits of n tokens, float32 [n, V] on the model's device; methods return tensors on the CPU."""
 
     logits: torch.Tensor
 
@@ -46,16 +46,16 @@ class Predictions:
 
 
 class Target:
-    """The full model's distribution for n tokens, to compute the divergence of several exits from it."""
+    """The full model's distribution for n tokens, for the divergence of several exits from it."""
 
     def __init__(self, full: Predictions):
         log_probabilities = full.logits.log_softmax(-1)
         self.probabilities = log_probabilities.exp()
-        self.sum = self.probabilities.sum(-1)  # not exactly 1, an error that large logits would multiply
+        self.sum = self.probabilities.sum(-1)  # not exactly 1, and large logits would multiply the error
         self.negative_entropy = torch.linalg.vecdot(self.probabilities, log_probabilities)
 
     def divergence(self, exit_: Predictions) -> torch.Tensor:
-        """Computes KL(full || exit) in nats, float32 [n], as cross entropy less entropy, without a second softmax."""
+        """Computes KL(full || exit) in nats, float32 [n], as cross entropy minus entropy."""
         cross = self.sum * exit_.logits.logsumexp(-1) - torch.linalg.vecdot(self.probabilities, exit_.logits)
         return (self.negative_entropy + cross).clamp_min(0).cpu()
 
@@ -68,7 +68,7 @@ def predict(source: SourceModel, states: torch.Tensor) -> Predictions:
 
 @torch.no_grad()
 def normalize(source: SourceModel, raw: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
-    """Applies the lens, if any, and the final norm to raw states [n, D]; returns float32 [n, D'] on the CPU."""
+    """Applies lens and final norm to raw states [n, D]; returns float32 [n, D'] on the CPU."""
     translate = torch.nn.Identity() if lens is None else lens.to(source.device)
     parts = (source.normalize(translate(part.to(source.device))) for part in raw.split(NORM_ROWS))
     return torch.cat([part.float().cpu() for part in parts])
@@ -80,17 +80,17 @@ def top1(source: SourceModel, states: torch.Tensor) -> torch.Tensor:
 
 
 def divergence(source: SourceModel, states: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Computes KL(full || exit) in nats, float32 [n], of the head's distributions for normalized states [n, D']."""
+    """Computes KL(full || exit) in nats, float32 [n], for normalized states [n, D'] each."""
     return _by_blocks(
         source, len(states), lambda rows: Target(predict(source, full[rows])).divergence(predict(source, states[rows]))
     )
 
 
 def agreement(source: SourceModel, states: torch.Tensor, full_top1: torch.Tensor) -> torch.Tensor:
-    """Returns whether the head's top-1 token for normalized states [n, D'] is `full_top1`, int64 [n]; bool [n].
+    """Returns whether the top-1 token of each normalized state [n, D'] is `full_top1` [n], bool [n].
 
-    On a CPU the most frequent tokens are asked first: where one of them is above the full model's token, as for most
-    states of early layers, the rest of the head need not be computed.
+    On a CPU the most frequent tokens are compared first: if one of them is above the full model's token, as for most
+    states of early layers, the rest of the head is not computed.
     """
     matrix = head_matrix(source) if source.device.type == "cpu" else None
     if matrix is None:
@@ -116,8 +116,10 @@ def most_frequent(tokens: torch.Tensor, vocab_size: int, count: int) -> torch.Te
 
 @torch.no_grad()
 def head_matrix(source: SourceModel) -> torch.Tensor | None:
-    """Returns the head's rows [V, D'], float32 on the CPU, where logits are the product with them alone, without
-    scaling or soft caps; else None."""
+    """Returns the head's rows [V, D'], float32 on the CPU.
+
+    None if the logits are not the plain product with them, but scaled or with softcaps.
+    """
     rows = source.head_rows()
     if rows is None:
         return None
@@ -147,7 +149,7 @@ def may_exit(
 
 
 def blocks(source: SourceModel, tokens: int) -> Iterator[slice]:
-    """Yields slices of 0 .. tokens, each small enough that its logits fit into `LOGITS_BYTES`."""
+    """Yields slices of 0 .. tokens, each so small that its logits fit into `LOGITS_BYTES`."""
     rows = max(1, min(LOGITS_BYTES // (4 * source.vocab_size), LOGITS_ROWS))
     yield from (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 

@@ -1,6 +1,6 @@
-"""Saves lenses while they are fitted, so that a run that was killed resumes: part of `fit_lenses`.
+"""Saves lenses while they are fitted, so that a killed run can resume.
 
-The folder gets one file for each combination of model, text and settings; it is replaced atomically.
+The folder gets one file for each combination of model, text and settings, which is replaced atomically.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.lens_fit import LensFit
-from tide_export.config import TideConfig
+from tide_export.common.files import failure, replace_files
 from tide_export.errors import CalibrationError
-from tide_export.files import failure, replace_files
 from tide_export.model.source import SourceModel
 
 SETTINGS = ("exit_strategy", "label", "kl_bound", "convergence_threshold", "calibration_batch", "seed")
@@ -25,7 +25,7 @@ SAVE_SECONDS = 30.0  # a killed run loses at most the work since the last save, 
 
 
 class LensCheckpoint:
-    """The file of one fit; without a folder nothing is saved."""
+    """The saved state of one fit; without a folder nothing is saved."""
 
     def __init__(
         self, source: SourceModel, config: TideConfig, text: str, checkpoints: Sequence[int], folder: Path | None
@@ -44,7 +44,7 @@ class LensCheckpoint:
         self._saved = time.monotonic()
 
     def restore(self, fits: dict[int, LensFit]) -> int:
-        """Restores `fits` as they were saved; returns the number of passes over the text that they have seen.
+        """Restores `fits` as saved and returns the number of passes over the text that they have seen.
 
         Raises:
             CalibrationError: the file is damaged.
@@ -65,7 +65,7 @@ class LensCheckpoint:
             ) from error
 
     def save(self, fits: dict[int, LensFit], passes: int, last: bool) -> None:
-        """Saves `fits` after `passes` passes if `SAVE_SECONDS` have gone by, or if it was the last.
+        """Saves `fits` after `passes` passes, if `SAVE_SECONDS` have passed or it was the last.
 
         Raises:
             CalibrationError: the file cannot be written.

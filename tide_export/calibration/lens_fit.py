@@ -1,4 +1,4 @@
-"""Holds the lens of one checkpoint while it is fitted: what `fit_lenses` updates and `lens_checkpoint` saves."""
+"""Holds the lens of one checkpoint while `fit_lenses` updates and `lens_checkpoint` saves it."""
 
 import copy
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ class LensFit:
     """The lens of one checkpoint while it is fitted.
 
     Attributes:
-        size: root mean square of the states there: the lens is fitted to states of unit size, as routers are.
+        size: root mean square of the states; the lens is fitted to states of unit size.
         curve: measurements on validation tokens, the first without a lens: `tokens` seen, `kl` in nats, and
             `may_exit`, the share of tokens that may exit by the label.
-        best: the state of the measurement with the smallest `kl`.
-        given_up: why it is no longer fitted, or "".
+        best: the lens's state at the measurement with the smallest `kl`.
+        given_up: why it is no longer fitted; empty while it is.
     """
 
     lens: Lens

@@ -1,8 +1,7 @@
-"""Computes the loss of lenses: the KL divergence of an exit's distribution from the full model's, over a part of the
-vocabulary.
+"""The loss of lenses: KL divergence of an exit from the full model over a part of the vocabulary.
 
-The head is the most expensive part of training a lens. So the loss of a batch takes the tokens that the full model
-considers there, and a random sample of the others whose logits are shifted to stand for all of them.
+The head is the most expensive part of training a lens. So the loss of a batch takes the tokens that are likely in the
+full model there, and a random sample of all others, with logits shifted to represent them.
 """
 
 import time
@@ -17,13 +16,11 @@ from tide_export.calibration.labels import head_matrix
 from tide_export.model.source import SourceModel
 
 WHOLE_VOCABULARY = 8192  # up to this size the loss takes every token
-SAMPLED_TOKENS = 2048  # at least
-SIZE_STEP = (
-    1024  # of the part of the vocabulary: with a new size in every batch the C library's heap fragments and grows
-)
-PRODUCTS = 6  # timed, of which the shortest counts
-CLEARLY_FASTER = 0.8  # of the time in float32
-MARGIN = 4.0  # nats below a position's largest logit: tokens above it are taken
+SAMPLED_TOKENS = 2048  # minimum
+SIZE_STEP = 1024  # the part's size is a multiple of it: with a new size in every batch the heap fragments and grows
+PRODUCTS = 6  # timed matmuls, of which the fastest counts
+CLEARLY_FASTER = 0.8  # share of the time in float32
+MARGIN = 4.0  # nats below a position's largest logit, above which tokens are likely
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,7 +31,7 @@ class Target:
 
     Attributes:
         logits: computes the logits [n, K] of normalized states [n, D'].
-        shift: added to them, [K]: 0, or for the sampled tokens the logarithm of how many each one stands for.
+        shift: added to the logits, [K]: 0, or for sampled tokens the logarithm of how many each represents.
         probabilities: [n, K].
     """
 
@@ -43,13 +40,13 @@ class Target:
     probabilities: torch.Tensor
 
     def loss(self, normalized: torch.Tensor) -> torch.Tensor:
-        """Computes the mean loss for the exits' normalized states [n, D']; off by a constant."""
+        """Computes the mean loss for the exits' normalized states [n, D'], up to a constant."""
         log_exit = (self.logits(normalized).float() + self.shift).log_softmax(-1)
         return torch.nn.functional.kl_div(log_exit, self.probabilities, reduction="batchmean")
 
 
 class PartialHead:
-    """Makes the targets of batches, in bfloat16 where the device computes that faster."""
+    """Computes the targets of batches, in bfloat16 if the device is faster in it."""
 
     def __init__(self, source: SourceModel):
         self.source = source
@@ -58,7 +55,7 @@ class PartialHead:
         self._rows = None if rows is None else rows.to(source.device, self.dtype or torch.float32)
 
     def autocast(self) -> AbstractContextManager:
-        """Returns the context in which matrix products run in `dtype`."""
+        """Returns the context in which matmuls run in `dtype`."""
         return torch.autocast(
             self.source.device.type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None
         )
@@ -104,9 +101,9 @@ class PartialHead:
 
 @cache
 def fast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns bfloat16 where the device multiplies matrices clearly faster in it, else None.
+    """Returns bfloat16 if the device's matmuls are clearly faster in it, else None.
 
-    A CPU is measured: one with instructions for bfloat16 dot products but without those for tiles (AMX) can be slower.
+    A CPU is measured: one with bfloat16 dot products but without tiles (AMX) can be slower.
     """
     if device.type == "cpu":
         faster = product_seconds(torch.bfloat16) < CLEARLY_FASTER * product_seconds(torch.float32)
@@ -116,7 +113,7 @@ def fast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """Measures a product of 256 states with 1,024 x 1,024 weights on the CPU; returns the shortest of a few."""
+    """Returns the shortest time of a few matmuls of [256, 1024] by [1024, 1024] on the CPU, in seconds."""
     states, weights = torch.zeros(256, 1024, dtype=dtype), torch.zeros(1024, 1024, dtype=dtype)
     seconds = []
     for _ in range(PRODUCTS):

@@ -1,8 +1,8 @@
-"""Chooses thresholds for several shares of changed tokens, on held-out tokens: last step of `calibrate`.
+"""Chooses thresholds for several shares of changed tokens on held-out tokens.
 
-They are chosen on one half of the documents and shown on the other to change no more tokens than that, with one
-standard error to spare; a sample too small to show it has no such thresholds. `export` measures whether they pay
-(`tuning.auto`), `tune` certifies thresholds with a guarantee.
+They are chosen on one half of the documents and tested on the other to change at most that share, with one standard
+error to spare; a sample too small to show it has no such thresholds. `export` measures their speed (`tuning.auto`),
+`tune` certifies thresholds with a guarantee.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,7 @@ from tide_export.calibration.assessment import Costs, Evaluation
 from tide_export.thresholds.pareto import frontier
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
-EPSILONS = (0.005, 0.01, 0.02, 0.05, 0.1)  # largest shares of tokens that may change
+EPSILONS = (0.005, 0.01, 0.02, 0.05, 0.1)  # maximum shares of tokens that may change
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class OperatingPoint:
     """The cheapest thresholds that change at most a share `epsilon` of the tokens.
 
     Attributes:
-        epsilon: that share.
-        thresholds: one per checkpoint; all 1.0 where no others were shown to keep to it.
-        changed: share of tokens they changed in the half they were not chosen on.
-        layers: mean layers per token there.
-        saved: share of a full-depth token's operations, head included, that they saved there after the cost of routers
-            and lenses; negative where these cost more than is skipped.
-        tokens: size of that half.
+        epsilon: maximum share of changed tokens.
+        thresholds: one per checkpoint; all 1.0 if no others passed the test.
+        changed: share of tokens that they changed in the test half.
+        layers: mean layers per token in the test half.
+        saved: share of a full-depth token's operations, including the head, that they saved in the test half, minus the
+            cost of routers and lenses; may be negative.
+        tokens: number of tokens of the test half.
     """
 
     epsilon: float
@@ -41,8 +41,11 @@ class OperatingPoint:
 
 
 def operating_points(evaluation: Evaluation, costs: Costs, min_layers: int) -> list[dict[str, Any]]:
-    """Returns one `OperatingPoint` per entry of EPSILONS, as JSON types. Checkpoints after fewer than `min_layers`
-    layers never exit."""
+    """Returns one `OperatingPoint` per entry of EPSILONS, as JSON types.
+
+    Args:
+        min_layers: checkpoints after fewer layers never exit.
+    """
     allowed = np.array(evaluation.checkpoints) >= min_layers
     evaluation = replace(evaluation, scores=np.where(allowed, evaluation.scores, 0.0).astype(np.float32))
     chosen_on, shown_on = _halves(evaluation)
@@ -57,7 +60,7 @@ def operating_points(evaluation: Evaluation, costs: Costs, min_layers: int) -> l
 def _cheapest(
     candidates: list[tuple[float, ...]], evaluation: Evaluation, costs: Costs, epsilon: float
 ) -> OperatingPoint:
-    """Goes from the safest candidate on to the first that is not shown to keep to `epsilon`."""
+    """Returns the cheapest of the candidates, ordered from the safest, before the first one that fails."""
     tokens, checkpoints = len(evaluation.scores), evaluation.checkpoints
     full = costs.layer * evaluation.num_layers + costs.head
     best = OperatingPoint(epsilon, (MAX_THRESHOLD,) * len(checkpoints), 0.0, float(evaluation.num_layers), 0.0, tokens)
@@ -73,7 +76,7 @@ def _cheapest(
 
 
 def _halves(evaluation: Evaluation) -> tuple[Evaluation, Evaluation]:
-    """Divides the tokens between documents into parts of similar size; a single document in its middle."""
+    """Divides the tokens into halves of similar size between documents; a single document in its middle."""
     _, documents, sizes = np.unique(evaluation.documents, return_inverse=True, return_counts=True)
     if len(sizes) == 1:
         first = np.arange(len(documents)) < len(documents) // 2

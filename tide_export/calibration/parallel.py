@@ -1,6 +1,6 @@
-"""Uses the cores of a CPU for `calibrate`: several threads, each with a different batch, block or router.
+"""Runs several threads on the cores of a CPU, each with another batch, block or router.
 
-PyTorch's own threads share every operation and wait for each other at its end. Calibration consists of operations of a
+PyTorch's own threads share every operation and wait for each other at its end. Calibration's operations take a
 millisecond or less, so on two cores a third of the time is lost, and more beside another busy program; independent
 threads do not wait. The results do not depend on the number of threads.
 """
@@ -22,10 +22,10 @@ _thread = threading.local()
 
 
 def in_parallel(source: SourceModel, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yields `work(item)` for `items`, in their order; PyTorch's threads are divided among the workers.
+    """Yields `work(item)` for `items` in order, dividing PyTorch's threads among the workers.
 
-    Runs sequentially, with all of PyTorch's threads, where the model is not on the CPU, where accelerate moves its
-    weights while it runs, and inside `work` itself. An exception of `work` is raised in place of its result.
+    Runs sequentially, with all of PyTorch's threads, if the model is not on the CPU, if accelerate moves its weights
+    while it runs, and inside `work` itself. An exception of `work` is raised in place of its result.
     """
     cores = torch.get_num_threads()
     count = min(cores, MAX_THREADS)

@@ -1,7 +1,7 @@
-"""Measures after which layers the model's predictions are final, and places checkpoints: `--checkpoints auto`.
+"""Places checkpoints by measuring after which layers predictions are final: `--checkpoints auto`.
 
-Runs the model over a few thousand tokens, keeps every layer's state and applies the head to each. That shows what
-early exit can gain before any router is fitted.
+Runs the model over a few thousand tokens and applies the head to every layer's state, which shows the possible gain of
+early exit before any router is fitted.
 """
 
 import logging
@@ -13,20 +13,20 @@ import torch
 
 from tide_export.calibration.assessment import Convergence, Costs
 from tide_export.calibration.collect import collect
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.evaluate import count_costs
 from tide_export.calibration.labels import Target, blocks, normalize, predict
 from tide_export.calibration.parallel import in_parallel
-from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
 
 logger = logging.getLogger("tide_export")
 
-TOKENS = 4096  # that checkpoints are placed by
+TOKENS = 4096  # for placing checkpoints
 CURVE_TOKENS = 1024  # for the curve in the report
-RECALL = 0.5  # share of the tokens that may exit that a fitted router exits, cautiously; docs/measurements/routers.md
-BRANCH_COST = 0.012  # cost of a branch in the graph per token, as a share of all layers; docs/measurements/branches.md
+RECALL = 0.5  # low estimate of a router's share of exits among tokens that may exit; docs/measurements/routers.md
+BRANCH_COST = 0.012  # cost of a branch in the graph per token, as a share of all layers; docs/measurements/decode.md
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class LayerStatistics:
 
 
 def place_checkpoints(source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> tuple[int, ...]:
-    """Returns the checkpoints of `config`, or chooses them by measurements on `sequences` where it says "auto".
+    """Returns the checkpoints of `config`; for "auto", chooses them by measurements on `sequences`.
 
     Raises:
-        ConfigError: no such checkpoints in this model.
-        CalibrationError: as `collect`, or no checkpoint pays.
+        ConfigError: the checkpoints do not fit the model.
+        CalibrationError: `collect` fails, or no checkpoint saves more than it costs.
     """
     if config.checkpoints != "auto":
         return config.resolve_checkpoints(source.num_layers)
@@ -74,11 +74,11 @@ def measure_layers(
     """Measures a sample of `tokens` tokens of `sequences` after every layer.
 
     Raises:
-        CalibrationError: as `collect`.
+        CalibrationError: `collect` fails.
     """
     depth = source.num_layers
-    some = _some(sequences, 4 * tokens)  # of more tokens, because neighbouring ones resemble each other
-    sample = collect(source, some, range(1, depth + 1), config, tokens, "looking at the model layer by layer")
+    drawn = _draw(sequences, 4 * tokens)  # more tokens than needed, because neighbouring ones resemble each other
+    sample = collect(source, drawn, range(1, depth + 1), config, tokens, "looking at the model layer by layer")
     agrees = np.empty((sample.kept, depth), bool)
     kl, cosine = np.empty(agrees.shape, np.float32), np.empty(agrees.shape, np.float32)
 
@@ -102,17 +102,17 @@ def measure_layers(
 def choose_checkpoints(statistics: LayerStatistics, costs: Costs, min_layers: int) -> tuple[int, ...]:
     """Adds checkpoints greedily, the best first, as long as one saves more than it costs.
 
-    A token may exit where it agrees and still does after all deeper layers: agreement that is lost again is chance,
-    which no router can predict. Every router is assumed to find the same share `RECALL` of these tokens, because
-    routers read similar states. A checkpoint costs its router (and lens) for every token that reaches it, and a branch
-    in the graph.
+    A token may exit at a layer if its prediction agrees there and after all deeper layers: agreement that is lost again
+    is chance, which no router can predict. Every router is assumed to find the same share `RECALL` of these tokens,
+    because routers read similar states. A checkpoint costs its router (and lens) for every token that reaches it, and a
+    branch in the graph.
 
     Args:
-        costs: of one layer and one router, in any common unit.
+        costs: costs of one layer and one router in a common unit.
         min_layers: the smallest checkpoint allowed.
 
     Raises:
-        CalibrationError: no checkpoint pays.
+        CalibrationError: no checkpoint saves more than it costs.
     """
     depth = statistics.agrees.shape[1]
     settled = np.logical_and.accumulate(statistics.agrees[:, ::-1], axis=1)[:, ::-1]
@@ -142,8 +142,8 @@ def choose_checkpoints(statistics: LayerStatistics, costs: Costs, min_layers: in
     return tuple(sorted(chosen))
 
 
-def _some(sequences: Sequence[TokenSequence], tokens: int) -> list[TokenSequence]:
-    """Draws sequences with `tokens` tokens, or all."""
+def _draw(sequences: Sequence[TokenSequence], tokens: int) -> list[TokenSequence]:
+    """Draws sequences with at least `tokens` tokens in total, or all."""
     chosen: list[TokenSequence] = []
     drawn = 0
     for number in np.random.default_rng(0).permutation(len(sequences)).tolist():

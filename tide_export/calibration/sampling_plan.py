@@ -1,7 +1,7 @@
-"""Decides, before the model runs, which tokens of a split are kept and how they are batched: part of `collect`.
+"""Plans which tokens of a split are kept and how they are batched, before the model runs.
 
-Both depend on the text and the settings alone, so that the result is the same for any number of processes and
-interruptions. A token that is not kept is run only if a later one of its sequence is.
+The plan depends only on text and settings, so that the result is equal for any number of processes and interruptions.
+A token that is not kept runs only if a later one of its sequence is kept.
 """
 
 import hashlib
@@ -14,18 +14,18 @@ import torch
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 
-SORTED_SEQUENCES = 128  # neighbouring sequences sorted by length, to reduce padding
+SORTED_SEQUENCES = 128  # consecutive sequences that are sorted by length to reduce padding
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One forward pass over B sequences, of which k tokens are kept.
+    """A batch of B sequences for one forward pass, of which k tokens are kept.
 
     Attributes:
         ids: token ids, int64 [B, S], padded on the right with any id, which causal attention ignores.
         mask: attention mask, int64 [B, S].
         rows, positions: indices of the kept tokens in the batch, int64 [k] each.
-        slots: their indices in the sample, int64 [k].
+        slots: indices of the kept tokens in the sample, int64 [k].
     """
 
     ids: torch.Tensor
@@ -37,13 +37,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The n tokens of `sequences` that are kept, and the forward passes that compute them.
+    """The n tokens of `sequences` that are kept, and the batches that compute them.
 
     Attributes:
         sequences: the split.
         seen: number of its tokens from the `first` of each sequence on.
-        locations: (number of the sequence, position in it) of each kept token, int64 [n, 2], in ascending order.
-        batches: numbers of the sequences of each batch, int64 [B].
+        locations: (index of the sequence, position in it) of each kept token, int64 [n, 2], ascending.
+        batches: indices of the sequences of each batch, int64 [B].
         tokens: number of tokens in each batch without padding, int64 [batches].
     """
 
@@ -62,11 +62,10 @@ class Plan:
         rows_per_pass: int,
         tokens_per_pass: int | None,
     ) -> "Plan":
-        """Draws `capacity` tokens uniformly without replacement from the `first` of each sequence on, or keeps all if
-        there are no more.
+        """Draws `capacity` tokens uniformly without replacement, or keeps all if there are fewer.
 
-        A batch has at most `rows_per_pass` sequences of similar length and, unless it has only one, at most
-        `tokens_per_pass` tokens with padding.
+        Tokens before the `first` of a sequence are not drawn. A batch has at most `rows_per_pass` sequences of similar
+        length and, unless it has only one, at most `tokens_per_pass` tokens with padding.
 
         Raises:
             CalibrationError: `sequences` have no token.
@@ -82,7 +81,7 @@ class Plan:
         firsts = np.array([sequence.first for sequence in sequences], np.int64)
         locations = np.stack([numbers, kept - (ends - sizes)[numbers] + firsts[numbers]], axis=1)
         lengths = np.zeros(len(sequences), np.int64)
-        np.maximum.at(lengths, locations[:, 0], locations[:, 1] + 1)  # a sequence is run up to its last kept token
+        np.maximum.at(lengths, locations[:, 0], locations[:, 1] + 1)  # a sequence runs up to its last kept token
         batches = tuple(_batches(lengths, rows_per_pass, tokens_per_pass))
         return cls(sequences, seen, locations, batches, np.array([lengths[batch].sum() for batch in batches]))
 
@@ -92,7 +91,7 @@ class Plan:
 
     @property
     def next_ids(self) -> np.ndarray:
-        """The id of the token that follows each kept one in its sequence, -1 at the end; int64 [n]."""
+        """The id that follows each kept token in its sequence, -1 at the end; int64 [n]."""
         next_ids = np.full(self.kept, -1, np.int64)
         for slot, (number, position) in enumerate(self.locations):
             ids = self.sequences[number].ids
@@ -107,7 +106,7 @@ class Plan:
 
     @property
     def sha256(self) -> str:
-        """Hash of the text, the kept tokens and the batches."""
+        """The hash of text, kept tokens and batches."""
         digest = hashlib.sha256()
         for sequence in self.sequences:
             digest.update(np.array([sequence.document, len(sequence.ids)], np.int64).tobytes())
@@ -136,7 +135,7 @@ class Plan:
 
 
 def _batches(lengths: np.ndarray, rows_per_pass: int, tokens_per_pass: int | None) -> list[np.ndarray]:
-    """Groups the sequences of length above 0, longest first within each window of neighbours."""
+    """Batches the sequences of length above 0, longest first within each window of SORTED_SEQUENCES."""
     batches: list[np.ndarray] = []
     used = np.flatnonzero(lengths)
     for start in range(0, len(used), SORTED_SEQUENCES):

@@ -1,7 +1,7 @@
-"""Generates the calibration text with the model itself: with `self_generated`, in place of reading a dataset.
+"""Generates calibration text with the model itself, for `self_generated` instead of a dataset.
 
-The model answers prompts by sampling, as LLM-QAT (Liu et al., https://arxiv.org/abs/2305.17888) does for want of
-training data: routers and lenses then see the text that the model writes at work, and only the positions it wrote.
+The model answers prompts by sampling, as in LLM-QAT (Liu et al., https://arxiv.org/abs/2305.17888). Routers and lenses
+then see text that the model writes in use, and only the positions that it wrote.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
-from tide_export.config import TideConfig
+from tide_export.common.files import failure, replace_files
+from tide_export.common.progress import quiet_transformers
+from tide_export.common.prompt_files import read_prompts
+from tide_export.common.values import parse_json
 from tide_export.data.documents import document_hash
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError, DatasetError, GenerationError, one_line
-from tide_export.files import failure, replace_files
 from tide_export.model.source import SourceModel
-from tide_export.progress import quiet_transformers
-from tide_export.runtime.tokenizer import read_prompts
-from tide_export.values import parse_json
 
 logger = logging.getLogger("tide_export")
 
-Answers = list[list[int]]  # token ids, per prompt of a batch
-MAX_PROMPT_SHARE = 0.5  # of a sequence; longer prompts are left out
+Answers = list[list[int]]  # token ids of the answer to each prompt of a batch
+MAX_PROMPT_SHARE = 0.5  # maximum share of a sequence; longer prompts are left out
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Answered:
     """Prompts with the model's answers.
 
     Attributes:
-        sequences: prompt and answer; `document` is the number of the prompt, `first` where the answer begins.
+        sequences: prompts with answers; `document` is the index of the prompt, `first` the start of the answer.
         hashes: `document_hash` of each prompt of the file.
-        sha256: over all prompts.
+        sha256: hash of all prompts.
     """
 
     sequences: list[TokenSequence]
@@ -65,13 +65,12 @@ def prompts_in(path: str) -> list[str]:
 def prompts_to_answer(
     tokenizer: PreTrainedTokenizerBase, path: str, length: int, limit: int
 ) -> tuple[list[str], dict[int, list[int]]]:
-    """Reads the first `limit` prompts of a file, and encodes those that leave room for an answer; a warning counts the
-    others.
+    """Reads the first `limit` prompts of a file and encodes those that leave room for an answer.
 
-    A tokenizer with a chat template gets each prompt as a user's message.
+    Warns of the others. A tokenizer with a chat template gets each prompt as a user's message.
 
     Returns:
-        The prompts, and by number the token ids of those with at most half of `length` tokens.
+        The prompts, and index -> token ids of those with at most half of `length` tokens.
 
     Raises:
         DatasetError: the file cannot be read or holds no prompt, the chat template refuses one, or all are too long.
@@ -98,23 +97,23 @@ def prompts_to_answer(
 def answer_prompts(
     source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: TideConfig, cache: Path | None
 ) -> Answered:
-    """Answers each prompt of `config.self_generated` by sampling from `source` at `config.self_generated_temperature`,
-    `config.self_generated_answers` times.
+    """Samples answers of `source` to the prompts of `config.self_generated`.
 
-    An answer ends with the model's end-of-sequence token, or when prompt and answer have `config.calibration_length`
-    tokens. Processes started by a launcher share the work.
+    Each prompt gets `config.self_generated_answers` answers at `config.self_generated_temperature`. An answer ends with
+    the model's end-of-sequence token, or when prompt and answer have `config.calibration_length` tokens. Processes
+    started by a launcher share the work.
 
     Args:
-        cache: a folder whose subfolder `answers` gets a file for each batch; a run that was killed resumes from them.
+        cache: a folder whose subfolder `answers` gets a file for each batch, from which a killed run resumes.
 
     Raises:
-        DatasetError: as `prompts_to_answer`.
-        CalibrationError: the model gives NaN or cannot generate; a folder that cannot be used; another process ended.
+        DatasetError: `prompts_to_answer` refuses the prompts.
+        CalibrationError: the model gives NaN or cannot generate, the folder cannot be used, or another process ended.
     """
     assert config.self_generated is not None
     length = answer_length(source, config)
     prompts, usable = prompts_to_answer(tokenizer, config.self_generated, length, config.calibration_samples)
-    numbers = sorted(usable, key=lambda number: len(usable[number]))  # neighbours of similar length: less padding
+    numbers = sorted(usable, key=lambda number: len(usable[number]))  # similar lengths need less padding
     size = config.calibration_batch
     once = [numbers[first : first + size] for first in range(0, len(numbers), size)]
     batches = once * config.self_generated_answers
@@ -150,12 +149,12 @@ def answer_prompts(
 
 
 def answer_length(source: SourceModel, config: TideConfig) -> int:
-    """Tokens of a prompt and its answer at most."""
+    """Returns the maximum tokens of a prompt with its answer."""
     return min(config.calibration_length, source.context_length or config.calibration_length)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Returns the token ids of a prompt, as a user's message where the tokenizer has a chat template.
+    """Returns the token ids of a prompt, as a user's message if the tokenizer has a chat template.
 
     Raises:
         DatasetError: the chat template refuses it.
@@ -165,7 +164,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     messages = [{"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # Jinja's own, and what a template raises
+    except Exception as error:  # Jinja and templates raise many types
         raise DatasetError(f"the chat template refuses the prompt {prompt[:40]!r}: {one_line(error)}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -174,7 +173,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 def _answer(
     source: SourceModel, prompts: Sequence[Sequence[int]], length: int, config: TideConfig, seed: int
 ) -> list[list[int]]:
-    """Samples one answer to each prompt, its end-of-sequence token included."""
+    """Samples one answer to each prompt, including its end-of-sequence token."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -208,7 +207,7 @@ def _answer(
 
 
 def _kept(file: Path | None, answer: Callable[[], Answers]) -> Answers:
-    """The answers that `file` holds, or those that `answer` makes, which it then holds."""
+    """Returns the answers in `file`, or calls `answer` and stores them there."""
     if file is None:
         return answer()
     try:

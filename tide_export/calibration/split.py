@@ -1,6 +1,6 @@
-"""Splits sequences into training, validation and test, between documents if there are enough: part of `calibrate`.
+"""Splits sequences into training, validation and test, between documents if there are enough.
 
-Tokens of one document resemble each other, so measuring a router on a document it was fitted to overestimates it.
+Tokens of one document resemble each other, so a router measured on a document that it was fitted to is overestimated.
 Training fits, validation stops and scales, test only measures.
 """
 
@@ -16,9 +16,9 @@ from tide_export.errors import CalibrationError, ConfigError
 
 @dataclass(frozen=True)
 class Split:
-    """Three disjoint parts, none empty, training the largest.
+    """Three disjoint, non-empty parts, training the largest.
 
-    `unit` is "documents" where no document is in two parts, or "sequences" where there were too few documents for that.
+    `unit` is "documents" if no document is in two parts, "sequences" if there were too few documents for that.
     """
 
     train: list[TokenSequence]
@@ -30,15 +30,15 @@ class Split:
 def split_sequences(
     sequences: Sequence[TokenSequence], validation_fraction: float, test_fraction: float, seed: int
 ) -> Split:
-    """Assigns whole documents to test and then to validation, in a random order by `seed`, while they fit.
+    """Assigns whole documents to test and then to validation, in random order, while they fit.
 
-    Where that gives less than half of a fraction (few or long documents), the one document nearest in size is used, if
-    it has at most a third of all tokens. If there is none, or training would not be the largest part, the last
-    sequences are used instead, whatever their documents.
+    If that gives less than half of a fraction (few or long documents), the one document nearest in size is used, if it
+    has at most a third of all tokens. If there is none, or training would not be the largest part, the last sequences
+    are used instead, whatever their documents.
 
     Raises:
-        ConfigError: the fractions leave less for training than one of them.
-        CalibrationError: fewer than three sequences.
+        ConfigError: the fractions leave less for training than for another part.
+        CalibrationError: there are fewer than three sequences.
     """
     fractions = (validation_fraction, test_fraction)
     if min(fractions) <= 0 or 1 - sum(fractions) < max(fractions) - 1e-9:
@@ -77,7 +77,7 @@ def split_sequences(
 
 
 def _whole_documents(tokens: Counter[int], order: Sequence[int], wanted: float, largest: float) -> set[int]:
-    """Chooses documents of `order` with about `wanted` tokens in total; none where no choice is close."""
+    """Chooses documents of `order` with about `wanted` tokens in total; none if no choice is close."""
     chosen: set[int] = set()
     taken = 0
     for document in order:

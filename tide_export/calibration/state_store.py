@@ -1,8 +1,8 @@
-"""Stores the raw states that `collect` keeps: in memory, or in memory-mapped files that survive the process.
+"""Stores the raw states that `collect` keeps, in memory or in memory-mapped files.
 
 The folder of a `FolderStore` holds `states_<layers>.npy` (float32 [n, D] each), `done.npy` (a byte per batch of the
-plan) and `plan.json` (identifies the calibration). Batches are marked done only after their states are on the disk, so
-a run that was killed can resume. Several processes can write at once: each byte and row has one writer.
+plan) and `plan.json` (identifies the calibration). Batches are marked done after their states are on disk, so a killed
+run can resume. Several processes can write at once: each byte and row has one writer.
 """
 
 import json
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from tide_export.calibration.distributed import Processes
+from tide_export.common.files import failure
+from tide_export.common.formatting import size
+from tide_export.common.values import parse_json
 from tide_export.errors import CalibrationError
-from tide_export.files import failure
-from tide_export.formatting import size
-from tide_export.values import parse_json
 
 FLUSH_SECONDS = 5.0  # a killed run loses at most the work since the last flush, which takes milliseconds
 RECORD_FILE = "plan.json"
@@ -58,14 +58,14 @@ class Store:
 
 
 class FolderStore(Store):
-    """Holds them in a folder that all of `processes` share; a context manager, which holds the folder's lock.
+    """Holds the states in a folder that all processes share; as a context manager, locks the folder.
 
-    With `folder` None it is temporary and unlinked as soon as every process has opened its files: the space is freed
-    with the arrays, even if a process is killed.
+    With `folder` None the folder is temporary and unlinked as soon as every process has opened its files: the space is
+    freed with the arrays, even if a process is killed.
 
     Raises:
-        CalibrationError: when entered: the folder belongs to another calibration, is damaged, is in use, cannot be
-            written, or its disk is too full; the processes were given different arguments.
+        CalibrationError: on entry: the folder belongs to another calibration, is damaged, is in use or cannot be
+            written, its disk is too full, or the processes have different arguments.
     """
 
     def __init__(self, folder: Path | None, record: dict[str, Any], processes: Processes):
@@ -86,7 +86,7 @@ class FolderStore(Store):
             self._check_record(self.folder)
             self.arrays, self.done = self._open(self.folder, "r+")
             self._pending = super().pending()
-            self.processes.barrier()  # no process marks a batch before all have read which are pending
+            self.processes.barrier()  # no process marks a batch before all have read the pending ones
         except OSError as error:
             self._unlock()
             reason = failure(error, Path(self.folder or tempfile.gettempdir()))
@@ -106,7 +106,7 @@ class FolderStore(Store):
             self._unlock()
 
     def pending(self) -> list[int]:
-        """Returns the numbers of the batches not done when the folder was opened: the same in every process."""
+        """Returns the numbers of the batches not done when the folder was opened, equal in every process."""
         return self._pending
 
     def put(self, batch: int, slots: np.ndarray, states: dict[int, torch.Tensor]) -> None:
@@ -159,7 +159,7 @@ class FolderStore(Store):
         if (folder / RECORD_FILE).exists():
             self._check_record(folder)
             return
-        # Without a record, nothing is complete: our own files are from a run that was killed in this function.
+        # Without a record, our files are from a run that was killed in this function.
         foreign = {path.name for path in folder.iterdir()} - {*self._files(), LOCK_FILE, RECORD_FILE + ".part"}
         if foreign:
             raise CalibrationError(
@@ -217,7 +217,7 @@ class FolderStore(Store):
         arrays: dict[str, np.ndarray] = {}
         for name, (shape, dtype) in self._files().items():
             try:
-                np.load(folder / name, mmap_mode="r")  # raises for a short file, which a writable mapping would extend
+                np.load(folder / name, mmap_mode="r")  # raises for a short file, which a writable mapping extends
                 array = arrays[name] = np.load(folder / name, mmap_mode=mode)
                 if (array.shape, array.dtype) != (shape, dtype):
                     raise ValueError(f"{array.dtype} {array.shape} instead of {dtype} {shape}")

@@ -16,6 +16,8 @@ import onnx_ir as ir
 import onnx_ir.convenience as irc
 from onnx_ir.passes import common as common_passes
 
+from tide_export.bundle.model_info import LoraInfo
+from tide_export.compose.lora import lora_of
 from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
 from tide_export.compose.passes.counted_positions import CountedPositionsPass
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
@@ -24,8 +26,8 @@ from tide_export.compose.passes.shared_keys import KV_LAYER, SharedKeysPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
 from tide_export.compose.states import StateShape, keeps_state, shapes_of
 from tide_export.errors import GraphError, UnsupportedModelError
-from tide_export.names import DOMAIN, OP_ATTENTION
-from tide_export.trace.rewriting import nodes_of, present, run_passes, static_dim
+from tide_export.graph.rewriting import nodes_of, required, run_passes, static_dim
+from tide_export.names.operators import DOMAIN, OP_ATTENTION
 from tide_export.trace.tracer import TracedModel
 
 NO_KV = (0, 0)  # shape of the K/V of a layer without attention
@@ -34,8 +36,10 @@ _NORMS = ("RMSNormalization", "LayerNormalization")
 
 @dataclass(frozen=True)
 class Pieces:
-    """The parts of a model. B is the batch, S the number of tokens, D the hidden size, W >= D the width of the states
-    between segments, V the vocabulary.
+    """Holds the parts of a model as graphs.
+
+    B is the batch, S the number of tokens, D the hidden size, W >= D the width of the states between segments, V the
+    vocabulary.
 
     Attributes:
         boundaries: layers run where each segment starts, and the depth at the end: (0, checkpoints ..., depth).
@@ -50,6 +54,7 @@ class Pieces:
             position_ids [B, S] -> key, value [B, kv_heads, S, head_dim] as its attention reads them; else empty.
         taps: layers run after which segments give hidden states [B, S, D] too, for a draft head; ascending.
         states: recurrent states of layers, by layer.
+        lora: the room for low-rank adapters; None: there is none.
     """
 
     boundaries: tuple[int, ...]
@@ -62,6 +67,7 @@ class Pieces:
     keys_values: Mapping[int, ir.Graph] = field(default_factory=dict)
     taps: tuple[int, ...] = ()
     states: tuple[StateShape, ...] = ()
+    lora: LoraInfo | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -88,11 +94,11 @@ class Pieces:
         return [layer for k in range(len(self.segments)) for layer in self.kv_written(k)]
 
     def states_in(self, k: int) -> list[StateShape]:
-        """Those of `states` that are of layers of segment k."""
+        """Returns the recurrent states of segment k's layers."""
         return [one for one in self.states if self.boundaries[k] <= one.layer < self.boundaries[k + 1]]
 
     def taps_in(self, k: int) -> list[int]:
-        """Those of `taps` that are layers of segment k."""
+        """Returns the layers of segment k that a draft head reads."""
         return _between(self.taps, self.boundaries[k], self.boundaries[k + 1])
 
     @property
@@ -162,7 +168,10 @@ def attention_inputs(attention: ir.Node) -> list[ir.Value | None]:
 
 
 def sinks_and_bias(attention: ir.Node) -> list[ir.Value | None]:
-    """Sinks [H] and bias by head and key position [H, N], both float32, of a traced TideAttention; None if absent."""
+    """Returns the sinks [H] and the bias by head and key position [H, N] of a traced TideAttention.
+
+    Both are float32, None if absent.
+    """
     return attention_inputs(attention)[3:]
 
 
@@ -191,7 +200,7 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         return traced.marker(layer).outputs[0]
 
     def before(layer: int) -> ir.Value:
-        return present(traced.marker(layer).inputs[0])
+        return required(traced.marker(layer).inputs[0])
 
     depth, states = bounds[-1], [node for node in graph if keeps_state(node)]
     own = {layer: layer for layer in range(depth)}
@@ -227,9 +236,18 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     kv_shapes = [NO_KV] * depth
     for layer, node in attention.items():
         kv_shapes[layer] = (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int())
-    shapes = shapes_of(states)
     return Pieces(
-        bounds, embed, tuple(segments), final_norm, head, tuple(kv_shapes), kv_layers, keys_values, taps, shapes
+        bounds,
+        embed,
+        tuple(segments),
+        final_norm,
+        head,
+        tuple(kv_shapes),
+        kv_layers,
+        keys_values,
+        taps,
+        shapes_of(states),
+        lora_of([node for piece in segments for node in piece]),
     )
 
 
@@ -241,7 +259,7 @@ def _keys_and_values(graph: ir.Graph, hidden: ir.Value, attention: ir.Node) -> i
     """The piece from the states before a layer to the key and value its attention reads."""
     token_ids, positions = graph.inputs
     try:
-        piece = irc.extract(graph, [hidden, positions, token_ids], list(map(present, attention.inputs[1:3])))
+        piece = irc.extract(graph, [hidden, positions, token_ids], list(map(required, attention.inputs[1:3])))
     except ValueError as error:
         raise UnsupportedModelError(
             f"the keys and values of layer {layer_of(attention)} need more than the hidden states before it, so "

@@ -15,12 +15,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from tide_export import names
 from tide_export.compose import segments
-from tide_export.compose.builder import Block, Weights
 from tide_export.compose.kv_cache import attend_from_cache, page_inputs, page_outputs, past_buffers, present_outputs
 from tide_export.compose.segments import BATCH, TOKENS
-from tide_export.trace.rewriting import FLOAT, INT32, INT64, last_dim, static_dim, typed_value
+from tide_export.graph.builder import GraphBuilder, Weights
+from tide_export.graph.rewriting import FLOAT, INT32, INT64, last_dim, static_dim, typed_value
+from tide_export.names import paged_drafter, segment_drafter
+from tide_export.names.networks import DRAFTER
 
 EMBEDDINGS = "embeddings"  # input: float32 [1, N, E], for `INPUT_IDS` where the bundle's embedding is put before it
 ROWS, LAST = "rows", "last"
@@ -28,7 +29,9 @@ ROWS, LAST = "rows", "last"
 
 @dataclass(frozen=True, eq=False)
 class DrafterPieces:
-    """A drafter as graphs. B sequences, S rows of each of which m draft, E and D the widths of embeddings and states.
+    """Holds a drafter as graphs.
+
+    B sequences, S rows of each of which m draft, E and D the widths of embeddings and states.
 
     Attributes:
         attend: embeddings [B, S, E], states [B, S, D], position_ids [B, S] -> one or more values [B, S, W]; it holds
@@ -61,58 +64,64 @@ class DrafterPieces:
 
 
 def compose_drafter(pieces: DrafterPieces) -> ir.Model:
-    """Composes the network with K/V in pages, whose first input is EMBEDDINGS; `names` has its other tensors."""
-    block = Block("drafter", Weights())
+    """Composes the network with K/V in pages.
+
+    Its first input is EMBEDDINGS; `names.paged_drafter` has its other tensors.
+    """
+    builder = GraphBuilder("drafter", Weights())
     embeddings = typed_value(EMBEDDINGS, FLOAT, [1, ROWS, pieces.embedding_size])
-    states = typed_value(names.HIDDEN_STATES, FLOAT, [1, ROWS, pieces.state_size])
-    positions = typed_value(names.POSITION_IDS, INT64, [1, ROWS])
-    last = typed_value(names.LAST_TOKENS, INT64, [LAST])
+    states = typed_value(paged_drafter.HIDDEN_STATES, FLOAT, [1, ROWS, pieces.state_size])
+    positions = typed_value(paged_drafter.POSITION_IDS, INT64, [1, ROWS])
+    last = typed_value(paged_drafter.LAST_TOKENS, INT64, [LAST])
     places = [
-        typed_value(names.PAGE_TABLE, INT32, ["sequences", "table"]),
-        typed_value(names.SEQUENCE_LENGTHS, INT64, ["sequences"]),
-        typed_value(names.SEQUENCE_STARTS, INT64, ["starts"]),
+        typed_value(paged_drafter.PAGE_TABLE, INT32, ["sequences", "table"]),
+        typed_value(paged_drafter.SEQUENCE_LENGTHS, INT64, ["sequences"]),
+        typed_value(paged_drafter.SEQUENCE_STARTS, INT64, ["starts"]),
     ]
     pages = page_inputs([0], [pieces.kv_shape])
-    attended = block.inline(pieces.attend, [embeddings, states, positions], 1, ROWS)
-    written = page_outputs(attend_from_cache(block.nodes, pages, places))
+    attended = builder.inline(pieces.attend, [embeddings, states, positions], 1, ROWS)
+    written = page_outputs(attend_from_cache(builder.nodes, pages, places))
     chosen = [
-        block.op("Gather", [value, last], {"axis": 1}, dtype=FLOAT, shape=[1, LAST, last_dim(value)])
+        builder.op("Gather", [value, last], {"axis": 1}, dtype=FLOAT, shape=[1, LAST, last_dim(value)])
         for value in attended
     ]
-    axis = block.weights.integers("axis_0", [0])
+    axis = builder.weights.integers("axis_0", [0])
     proposed = [
-        block.op("Squeeze", [value, axis], dtype=FLOAT, shape=[LAST, last_dim(value)])
-        for value in block.inline(pieces.propose, chosen, 1, LAST)
+        builder.op("Squeeze", [value, axis], dtype=FLOAT, shape=[LAST, last_dim(value)])
+        for value in builder.inline(pieces.propose, chosen, 1, LAST)
     ]
-    outputs = dict(zip((names.LOGITS, names.NEW_HIDDEN_STATES), proposed, strict=True)) | written
+    outputs = dict(zip((paged_drafter.LOGITS, paged_drafter.NEW_HIDDEN_STATES), proposed, strict=True)) | written
     inputs = [embeddings, states, positions, last, *places, *pages.values()]
-    return block.model("tide_drafter", inputs, outputs)
+    return builder.model("tide_drafter", inputs, outputs)
 
 
 def compose_drafter_segment(pieces: DrafterPieces) -> ir.Model:
-    """Composes the network with K/V in buffers of `max_tokens` rows, whose first input is EMBEDDINGS [B, S, E]."""
-    block = Block(names.DRAFTER, Weights())
+    """Composes the network with K/V in buffers of `max_tokens` rows.
+
+    Its first input is EMBEDDINGS [B, S, E].
+    """
+    builder = GraphBuilder(DRAFTER, Weights())
     capacity = pieces.max_tokens
     embeddings = typed_value(EMBEDDINGS, FLOAT, [BATCH, TOKENS, pieces.embedding_size])
-    states = typed_value(names.HIDDEN_STATES, FLOAT, [BATCH, TOKENS, pieces.state_size])
-    indices = typed_value(names.TOKEN_INDICES, INT64, [TOKENS])
-    lengths = typed_value(names.PAST_LENGTHS, INT64, [BATCH])
-    last = typed_value(names.LAST_TOKENS, INT64, [BATCH])
+    states = typed_value(segment_drafter.HIDDEN_STATES, FLOAT, [BATCH, TOKENS, pieces.state_size])
+    indices = typed_value(segment_drafter.TOKEN_INDICES, INT64, [TOKENS])
+    lengths = typed_value(segment_drafter.PAST_LENGTHS, INT64, [BATCH])
+    last = typed_value(segment_drafter.LAST_TOKENS, INT64, [BATCH])
     past = past_buffers([0], [pieces.kv_shape], BATCH, capacity)
-    positions = segments.positions_of(block, lengths, indices, capacity)
-    start = len(block.nodes)
-    attended = block.inline(pieces.attend, [embeddings, states, positions], BATCH, TOKENS)
-    places = block.weights.constant("places", np.arange(capacity, dtype=np.int64).reshape(1, 1, 1, -1))
-    written = present_outputs(attend_from_cache(block.nodes[start:], past, [lengths, positions, places]))
-    at = block.op("Unsqueeze", [last, block.weights.integers("axis_1", [1])], dtype=INT64, shape=[BATCH, 1])
-    proposed = block.inline(pieces.propose, [_row(block, value, at) for value in attended], BATCH, 1)
-    outputs = dict(zip((names.LOGITS, names.NEW_HIDDEN_STATES), proposed, strict=True))
+    positions = segments.positions_of(builder, lengths, indices, capacity)
+    start = len(builder.nodes)
+    attended = builder.inline(pieces.attend, [embeddings, states, positions], BATCH, TOKENS)
+    places = builder.weights.constant("places", np.arange(capacity, dtype=np.int64).reshape(1, 1, 1, -1))
+    written = present_outputs(attend_from_cache(builder.nodes[start:], past, [lengths, positions, places]))
+    at = builder.op("Unsqueeze", [last, builder.weights.integers("axis_1", [1])], dtype=INT64, shape=[BATCH, 1])
+    proposed = builder.inline(pieces.propose, [_row(builder, value, at) for value in attended], BATCH, 1)
+    outputs = dict(zip((segment_drafter.LOGITS, segment_drafter.NEW_HIDDEN_STATES), proposed, strict=True))
     inputs = [embeddings, states, indices, lengths, last, *past.values()]
-    return block.model(names.DRAFTER, inputs, outputs | written, (), segments.OPSET, segments.IR_VERSION)
+    return builder.model(DRAFTER, inputs, outputs | written, (), segments.OPSET, segments.IR_VERSION)
 
 
-def _row(block: Block, value: ir.Value, at: ir.Value) -> ir.Value:
-    """[B, 1, W]: the row `at` [B, 1] of each sequence of `value` [B, S, W]."""
+def _row(builder: GraphBuilder, value: ir.Value, at: ir.Value) -> ir.Value:
+    """Gathers the row `at` [B, 1] of each sequence of `value` [B, S, W]: returns [B, 1, W]."""
     width = last_dim(value)
-    row = block.op("GatherND", [value, at], {"batch_dims": 1}, dtype=FLOAT, shape=[BATCH, width])
-    return block.op("Unsqueeze", [row, block.weights.integers("axis_1", [1])], dtype=FLOAT, shape=[BATCH, 1, width])
+    row = builder.op("GatherND", [value, at], {"batch_dims": 1}, dtype=FLOAT, shape=[BATCH, width])
+    return builder.op("Unsqueeze", [row, builder.weights.integers("axis_1", [1])], dtype=FLOAT, shape=[BATCH, 1, width])

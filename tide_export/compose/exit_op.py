@@ -1,4 +1,6 @@
-"""Defines the tail of a segment as a `tide::TideExit` function: last token, lens, final norm, router, exit scatter.
+"""Defines the tail of a segment as a `tide::TideExit` function.
+
+It takes the last token's state, applies lens, final norm and router, and scatters the exit state.
 
 A segment network calls it once. As with any function, ONNX Runtime inlines the body; TensorRT takes the plugin of that
 name, if one is registered, because the calling node carries `plugin_namespace` and `plugin_version`.
@@ -8,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from tide_export.compose.router_op import add_score, named
-from tide_export.names import DOMAIN, DUMP_ROW, EXIT_ROW, PLUGIN_NAMESPACE, PLUGIN_VERSION
-from tide_export.trace.rewriting import FLOAT, INT32
+from tide_export.graph.builder import GraphBuilder, Weights
+from tide_export.graph.rewriting import FLOAT, INT32
+from tide_export.names.operators import PLUGIN_NAMESPACE, PLUGIN_VERSION
+from tide_export.names.segment_networks import DUMP_ROW, EXIT_ROW
 
 THRESHOLDS, EXIT_STATES, WEIGHTS = 2, 3, 4  # inputs
 SCORE = 1  # an output
@@ -28,26 +31,26 @@ def exit_function(call: ir.Node, opset: int) -> ir.Function:
 
     By the attributes more inputs follow: with `shortlist` 1, shortlist [D', N] and confidence [2, R]; with `lens` 1,
     lens_down T [D', r], lens_up T [r, D'] and lens_bias T [D']; with `norm` "rms", scale T [D'], with "layer" scale
-    and, if there is one, shift. With "none", the states have been normed already.
+    and, if there is one, shift. With "none", the states are normalized already.
     """
     inputs = input_values(call, ["states", "last_tokens", "thresholds", "exit_states"])
-    tape = ir.tape.Tape()
+    body = GraphBuilder(call.op_type, Weights())
 
     def numbers(*values: int) -> ir.Value:
-        return tape.op("Constant", [], {"value_ints": list(values)})
+        return body.op("Constant", [], {"value_ints": list(values)})
 
-    index = tape.op("Unsqueeze", [inputs["last_tokens"], numbers(1)])
-    state = tape.op("GatherND", [inputs["states"], index], {"batch_dims": 1})
-    state = add_exit_state(tape, call, state, inputs)
-    wide = tape.op("Cast", [state], {"to": FLOAT.value})
-    score = tape.op("Squeeze", [add_score_of(tape, wide, inputs), numbers(1)])
-    exits = tape.op("Greater", [score, inputs["thresholds"]])
-    row = tape.op("Where", [exits, numbers(EXIT_ROW), numbers(DUMP_ROW)])
-    update = tape.op("Unsqueeze", [state, numbers(1, 2)])
-    scattered = tape.op("TensorScatter", [inputs["exit_states"], update, row], {"axis": -2})
-    exits = tape.op("Cast", [exits], {"to": INT32.value})
+    index = body.op("Unsqueeze", [inputs["last_tokens"], numbers(1)])
+    state = body.op("GatherND", [inputs["states"], index], {"batch_dims": 1})
+    state = add_exit_state(body, call, state, inputs)
+    wide = body.op("Cast", [state], {"to": FLOAT.value})
+    score = body.op("Squeeze", [add_score(body, wide, inputs), numbers(1)])
+    exits = body.op("Greater", [score, inputs["thresholds"]])
+    row = body.op("Where", [exits, numbers(EXIT_ROW), numbers(DUMP_ROW)])
+    update = body.op("Unsqueeze", [state, numbers(1, 2)])
+    scattered = body.op("TensorScatter", [inputs["exit_states"], update, row], {"axis": -2})
+    exits = body.op("Cast", [exits], {"to": INT32.value})
     outputs = {"new_exit_states": scattered, "score": score, "exits": exits}
-    return function_of(call, tape, inputs, outputs, opset)
+    return function_of(call, body, inputs, outputs, opset)
 
 
 def exit_attributes(norm: str, epsilon: float, lens: bool, shortlist: bool) -> dict[str, str | float | int]:
@@ -66,7 +69,10 @@ def stays_float32(node: ir.Node, index: int) -> bool:
 
 
 def input_values(call: ir.Node, first: Sequence[str]) -> dict[str, ir.Value]:
-    """The function's inputs by name: `first`, then those of router, shortlist, lens and norm that the call has."""
+    """Returns the function's inputs by name.
+
+    They are `first`, then those of router, shortlist, lens and norm that the call has.
+    """
     names = [*first, "down_weight", "up_weight", "bias"]
     names += ["shortlist_weight", "confidence_weight"] if call.attributes["shortlist"].as_int() else []
     names += ["lens_down", "lens_up", "lens_bias"] if call.attributes["lens"].as_int() else []
@@ -74,34 +80,39 @@ def input_values(call: ir.Node, first: Sequence[str]) -> dict[str, ir.Value]:
     return {name: ir.Value(name=name) for name in names}
 
 
-def add_exit_state(tape: ir.tape.Tape, call: ir.Node, state: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
+def add_exit_state(body: GraphBuilder, call: ir.Node, state: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
     """Adds the lens and the norm that the call has."""
     if "lens_down" in inputs:
-        low = tape.op("MatMul", [state, inputs["lens_down"]])
-        change = tape.op("Add", [tape.op("MatMul", [low, inputs["lens_up"]]), inputs["lens_bias"]])
-        state = tape.op("Add", [state, change])
+        low = body.op("MatMul", [state, inputs["lens_down"]])
+        change = body.op("Add", [body.op("MatMul", [low, inputs["lens_up"]]), inputs["lens_bias"]])
+        state = body.op("Add", [state, change])
     for op_type, norm in NORMS.items():
         if call.attributes["norm"].as_string() == norm:
             weights = [value for name, value in inputs.items() if name.startswith("norm_")]
             epsilon = call.attributes["epsilon"].as_float()
-            state = tape.op(op_type, [state, *weights], {"axis": -1, "epsilon": epsilon})
+            state = body.op(op_type, [state, *weights], {"axis": -1, "epsilon": epsilon})
     return state
 
 
-def add_score_of(tape: ir.tape.Tape, state: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
-    """Adds the router that the call has."""
-    shortlist = [inputs[name] for name in ("shortlist_weight", "confidence_weight") if name in inputs]
-    return add_score(tape, state, [inputs[name] for name in ("down_weight", "up_weight", "bias")], shortlist)
+def add_score(body: GraphBuilder, states: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    """Adds the router on states [.., D']: an MLP (with the shortlist's summary, if there is one), sigmoid.
+
+    Returns the scores [.., 1].
+    """
+    z = body.op("MatMul", [states, inputs["down_weight"]])
+    if "shortlist_weight" in inputs:
+        logits = body.op("MatMul", [states, inputs["shortlist_weight"]])
+        two = body.op("Constant", [], {"value_ints": [2]})
+        shares = body.op("LogSoftmax", [logits], {"axis": -1})
+        summary, _ = body.ops("TopK", [shares, two], {"axis": -1}, types=[(None, None)] * 2)
+        z = body.op("Add", [z, body.op("MatMul", [summary, inputs["confidence_weight"]])])
+    z = body.op("Mul", [z, body.op("Sigmoid", [z])])
+    return body.op("Sigmoid", [body.op("Add", [body.op("MatMul", [z, inputs["up_weight"]]), inputs["bias"]])])
 
 
 def function_of(
-    call: ir.Node, tape: ir.tape.Tape, inputs: Mapping[str, ir.Value], outputs: Mapping[str, ir.Value], opset: int
+    call: ir.Node, body: GraphBuilder, inputs: Mapping[str, ir.Value], outputs: Mapping[str, ir.Value], opset: int
 ) -> ir.Function:
-    """The function that `call` calls, of the nodes on `tape`."""
-    nodes = named(tape)
-    for name, value in outputs.items():
-        value.name = name
-    values = list(inputs.values()), list(outputs.values())
-    body = ir.Graph(*values, nodes=nodes, opset_imports={"": opset}, name=call.op_type)
+    """Returns the function that `call` calls, of the nodes of `body`."""
     parameters = [ir.Attr(name, attribute.type, attribute.value) for name, attribute in call.attributes.items()]
-    return ir.Function(DOMAIN, call.op_type, graph=body, attributes=parameters)
+    return body.function(call.op_type, list(inputs.values()), outputs, opset, parameters)

@@ -1,4 +1,4 @@
-"""Adds what a checkpoint computes to a block: the state that the head reads should a token exit, and the router on it.
+"""Adds what a checkpoint computes: the state that the head reads at an exit, and the router on it.
 
 The step graph and the segment networks share these functions, so that both exit by the same arithmetic.
 """
@@ -8,31 +8,36 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from tide_export import names
-from tide_export.compose.builder import Block
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exit_op import NORMS, exit_attributes
+from tide_export.graph.builder import GraphBuilder
+from tide_export.graph.rewriting import BOOL, FLOAT, INT32, INT64, dims, required
+from tide_export.names import segment_networks as names
+from tide_export.names.operators import DOMAIN, OP_CANDIDATE, OP_EXIT, OP_LENS_CANDIDATE
 from tide_export.routers.router import LensArrays, RouterArrays
-from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, dims, present
 
 
-def exit_states(block: Block, pieces: Pieces, layers: int, lens: LensArrays | None, states: ir.Value) -> ir.Value:
-    """The hidden states in `states` [B, m, W] or [B, m, D] through the lens, if there is one, and the final norm: what
-    the head reads, [B, m, D']."""
-    states = _hidden_states(block, pieces, states)
+def exit_states(
+    builder: GraphBuilder, pieces: Pieces, layers: int, lens: LensArrays | None, states: ir.Value
+) -> ir.Value:
+    """Adds the lens, if there is one, and the final norm to hidden states.
+
+    `states`: [B, m, W] or [B, m, D]; returns what the head reads, [B, m, D'].
+    """
+    states = _hidden_states(builder, pieces, states)
     batch, tokens, _ = shape = dims(states)
     if lens is not None:
-        down, up, bias = _lens_weights(block, layers, lens)
-        low = block.op("MatMul", [states, down], dtype=FLOAT, shape=[batch, tokens, lens.down.shape[1]])
-        change = block.op("MatMul", [low, up], dtype=FLOAT, shape=shape)
-        change = block.op("Add", [change, bias], dtype=FLOAT, shape=shape)
-        states = block.op("Add", [states, change], dtype=FLOAT, shape=shape)
-    (normalized,) = block.inline(pieces.final_norm, [states], batch, tokens)
+        down, up, bias = _lens_weights(builder, layers, lens)
+        low = builder.op("MatMul", [states, down], dtype=FLOAT, shape=[batch, tokens, lens.down.shape[1]])
+        change = builder.op("MatMul", [low, up], dtype=FLOAT, shape=shape)
+        change = builder.op("Add", [change, bias], dtype=FLOAT, shape=shape)
+        states = builder.op("Add", [states, change], dtype=FLOAT, shape=shape)
+    (normalized,) = builder.inline(pieces.final_norm, [states], batch, tokens)
     return normalized
 
 
-def candidate_and_route(
-    block: Block,
+def exit_state_and_score(
+    builder: GraphBuilder,
     pieces: Pieces,
     layers: int,
     router: RouterArrays,
@@ -41,40 +46,42 @@ def candidate_and_route(
     last: ir.Value,
     thresholds: ir.Value,
 ) -> list[ir.Value]:
-    """The checkpoint after `layers` as one `TideCandidate`: of the tokens `last` [m] of states [1, n, W], what the head
-    reads [m, D'], the score and whether that is above `thresholds` [m, 1], both [m, 1] (see `candidate_op`).
+    """Adds the checkpoint after `layers` as one `TideCandidate`.
+
+    Returns, for the tokens `last` [m] of states [1, n, W], the exit state [m, D'], the score [m, 1] and whether that is
+    above `thresholds` [m, 1], bool [m, 1].
 
     A final norm that `TideCandidate` has no form for comes before it, at these tokens alone.
     """
     (count,) = dims(last)
     if pieces.norm_alone:
-        states = _hidden_states(block, pieces, states)
+        states = _hidden_states(builder, pieces, states)
     else:
-        states = block.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, dims(states)[-1]])
-        states = exit_states(block, pieces, layers, lens, states)
-        last = _all_tokens(block, last)
-    weights, attributes = _weights_and_attributes(block, pieces, layers, router, lens)
-    return block.ops(
-        names.OP_LENS_CANDIDATE if attributes["lens"] else names.OP_CANDIDATE,
+        states = builder.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, dims(states)[-1]])
+        states = exit_states(builder, pieces, layers, lens, states)
+        last = _all_tokens(builder, last)
+    weights, attributes = _weights_and_attributes(builder, pieces, layers, router, lens)
+    return builder.ops(
+        OP_LENS_CANDIDATE if attributes["lens"] else OP_CANDIDATE,
         [states, last, thresholds, *weights],
         attributes,
-        domain=names.DOMAIN,
+        domain=DOMAIN,
         types=[(FLOAT, [count, pieces.normalized_size]), (FLOAT, [count, 1]), (BOOL, [count, 1])],
     )
 
 
-def _all_tokens(block: Block, last: ir.Value) -> ir.Value:
-    """0, 1, .. [m], for `last` [m]."""
+def _all_tokens(builder: GraphBuilder, last: ir.Value) -> ir.Value:
+    """Returns 0, 1, .. [m], for `last` [m]."""
     (count,) = shape = dims(last)
     if count == 1:
-        return block.weights.integers("first_token", [0])
-    stop = block.op("Size", [last], dtype=INT64, shape=[])
-    zero, one = block.weights.integers("zero", 0), block.weights.integers("one", 1)
-    return block.op("Range", [zero, stop, one], dtype=INT64, shape=shape)
+        return builder.weights.integers("first_token", [0])
+    stop = builder.op("Size", [last], dtype=INT64, shape=[])
+    zero, one = builder.weights.integers("zero", 0), builder.weights.integers("one", 1)
+    return builder.op("Range", [zero, stop, one], dtype=INT64, shape=shape)
 
 
 def exit_and_scatter(
-    block: Block,
+    builder: GraphBuilder,
     pieces: Pieces,
     layers: int,
     router: RouterArrays,
@@ -92,52 +99,54 @@ def exit_and_scatter(
     """
     last, thresholds, buffer = (inputs[name] for name in (names.LAST_TOKENS, names.THRESHOLDS, names.EXIT_STATES))
     if pieces.norm_alone:
-        states = _hidden_states(block, pieces, states)
+        states = _hidden_states(builder, pieces, states)
     else:
-        batch, axis = dims(last)[0], block.weights.integers("axis_1", [1])
-        index = block.op("Unsqueeze", [last, axis], dtype=INT64, shape=[batch, 1])
+        batch, axis = dims(last)[0], builder.weights.integers("axis_1", [1])
+        index = builder.op("Unsqueeze", [last, axis], dtype=INT64, shape=[batch, 1])
         shape = [batch, dims(states)[-1]]
-        state = block.op("GatherND", [states, index], {"batch_dims": 1}, dtype=FLOAT, shape=shape)
-        state = block.op("Unsqueeze", [state, axis], dtype=FLOAT, shape=[batch, 1, shape[1]])
-        states = exit_states(block, pieces, layers, lens, state)
-        last = block.op("Sub", [last, last], dtype=INT64, shape=[batch])
-    weights, attributes = _weights_and_attributes(block, pieces, layers, router, lens)
-    return block.ops(
-        names.OP_EXIT,
+        state = builder.op("GatherND", [states, index], {"batch_dims": 1}, dtype=FLOAT, shape=shape)
+        state = builder.op("Unsqueeze", [state, axis], dtype=FLOAT, shape=[batch, 1, shape[1]])
+        states = exit_states(builder, pieces, layers, lens, state)
+        last = builder.op("Sub", [last, last], dtype=INT64, shape=[batch])
+    weights, attributes = _weights_and_attributes(builder, pieces, layers, router, lens)
+    return builder.ops(
+        OP_EXIT,
         [states, last, thresholds, buffer, *weights],
         attributes,
-        domain=names.DOMAIN,
+        domain=DOMAIN,
         types=[(FLOAT, dims(buffer)), (FLOAT, dims(last)), (INT32, dims(last))],
     )
 
 
-def _hidden_states(block: Block, pieces: Pieces, states: ir.Value) -> ir.Value:
-    """The hidden states in `states` [B, m, W], which may be wider: [B, m, D]."""
+def _hidden_states(builder: GraphBuilder, pieces: Pieces, states: ir.Value) -> ir.Value:
+    """Slices the hidden states out of `states` [B, m, W], which may be wider: returns [B, m, D]."""
     batch, tokens, width = dims(states)
     if width == pieces.hidden_size:
         return states
-    start, stop, axis = (block.weights.integers(f"slice_{n}", [n]) for n in (0, pieces.hidden_size, -1))
-    return block.op("Slice", [states, start, stop, axis], dtype=FLOAT, shape=[batch, tokens, pieces.hidden_size])
+    start, stop, axis = (builder.weights.integers(f"slice_{n}", [n]) for n in (0, pieces.hidden_size, -1))
+    return builder.op("Slice", [states, start, stop, axis], dtype=FLOAT, shape=[batch, tokens, pieces.hidden_size])
 
 
 def _weights_and_attributes(
-    block: Block, pieces: Pieces, layers: int, router: RouterArrays, lens: LensArrays | None
+    builder: GraphBuilder, pieces: Pieces, layers: int, router: RouterArrays, lens: LensArrays | None
 ) -> tuple[list[ir.Value], dict[str, str | float | int]]:
-    """What a checkpoint's function reads after its states: weights, and attributes. Lens and norm are only among them
-    where the final norm is one operator; else they come before the function."""
-    weights, norm, epsilon = _router_weights(block, layers, router), "none", 0.0
+    """Returns the weights that a checkpoint's function reads after its states, and its attributes.
+
+    Lens and norm are among them only where the final norm is one operator; else they come before the function.
+    """
+    weights, norm, epsilon = _router_weights(builder, layers, router), "none", 0.0
     if not pieces.norm_alone:
         lens = None
     else:
         (node,) = pieces.final_norm
         norm, epsilon = NORMS[node.op_type], node.attributes["epsilon"].as_float()
-        weights += _lens_weights(block, layers, lens) if lens is not None else []
-        weights += [block.weights.share(present(weight)) for weight in node.inputs[1:]]
+        weights += _lens_weights(builder, layers, lens) if lens is not None else []
+        weights += [builder.weights.share(required(weight)) for weight in node.inputs[1:]]
     return weights, exit_attributes(norm, epsilon, lens is not None, router.shortlist is not None)
 
 
-def _router_weights(block: Block, layers: int, router: RouterArrays) -> list[ir.Value]:
-    float32 = block.weights.float32
+def _router_weights(builder: GraphBuilder, layers: int, router: RouterArrays) -> list[ir.Value]:
+    float32 = builder.weights.float32
     parts = {"down": router.down, "up": router.up, "bias": np.array([router.bias])}
     weights = [float32(f"routers.{layers}.{name}", array) for name, array in parts.items()]
     if router.shortlist is not None and router.confidence is not None:
@@ -146,6 +155,6 @@ def _router_weights(block: Block, layers: int, router: RouterArrays) -> list[ir.
     return weights
 
 
-def _lens_weights(block: Block, layers: int, lens: LensArrays) -> list[ir.Value]:
+def _lens_weights(builder: GraphBuilder, layers: int, lens: LensArrays) -> list[ir.Value]:
     parts = {"down": lens.down, "up": lens.up, "bias": lens.bias}
-    return [block.weights.float32(f"lenses.{layers}.{name}", array) for name, array in parts.items()]
+    return [builder.weights.float32(f"lenses.{layers}.{name}", array) for name, array in parts.items()]

@@ -4,19 +4,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from tide_export import names
-from tide_export.compose.builder import Block
 from tide_export.compose.cut import Pieces, attention_inputs, is_attention, layer_of
 from tide_export.compose.passes.shared_keys import KV_LAYER
-from tide_export.names import DOMAIN, OP_ATTENTION
-from tide_export.trace.rewriting import FLOAT, typed_value
+from tide_export.graph.builder import GraphBuilder
+from tide_export.graph.rewriting import FLOAT, typed_value
+from tide_export.names import paged, segment_networks
+from tide_export.names.operators import DOMAIN, OP_ATTENTION
 
 KINDS = ("key", "value")
 Cache = dict[tuple[int, str], ir.Value]  # by layer and kind
 
 
 def attend_from_cache(nodes: Sequence[ir.Node], cache: Cache, positions: Sequence[ir.Value | None]) -> Cache:
-    """Makes every TideAttention among `nodes` read and write the K/V cache, buffers or pages; returns what they write.
+    """Makes every TideAttention among `nodes` read and write the K/V cache.
+
+    The cache is buffers or pages; returns the written values.
 
     Its inputs become query, key, value, cached keys, cached values, `positions`, sinks and bias (the last two may be
     absent); its outputs the attention's result, and keys and values with the new ones. One that shares an earlier
@@ -46,7 +48,7 @@ def attend_from_cache(nodes: Sequence[ir.Node], cache: Cache, positions: Sequenc
 
 
 def store_from(
-    block: Block,
+    builder: GraphBuilder,
     pieces: Pieces,
     layer: int,
     states: Sequence[ir.Value],
@@ -54,15 +56,17 @@ def store_from(
     cache: Cache,
     positions: Sequence[ir.Value | None],
 ) -> Cache:
-    """The keys and values of `layer` with those of `tokens` whose `states` [1, tokens, D] and position ids are given.
+    """Adds the keys and values of `tokens` to those of `layer`.
+
+    The tokens' `states` [1, tokens, D] and position ids are given.
 
     It takes a TideAttention without a query, whose first output is empty.
     """
-    key, value = block.inline(pieces.keys_values[layer], states, 1, tokens)
+    key, value = builder.inline(pieces.keys_values[layer], states, 1, tokens)
     nodes = (node for piece in pieces.segments for node in piece if is_attention(node))
     attributes = next(node.attributes for node in nodes if layer_of(node) == layer)
     cached = [cache[layer, kind] for kind in KINDS]
-    _, *written = block.ops(
+    _, *written = builder.ops(
         OP_ATTENTION,
         [None, key, value, *cached, *positions, None, None],
         attributes,
@@ -75,7 +79,7 @@ def store_from(
 def past_buffers(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]], batch: str, capacity: int) -> Cache:
     """Inputs for the K/V buffers of `layers`, float32 [batch, kv_heads, capacity, head_dim]."""
     return {
-        (layer, kind): typed_value(names.past(layer, kind), FLOAT, [batch, kv_heads, capacity, head_dim])
+        (layer, kind): typed_value(segment_networks.past(layer, kind), FLOAT, [batch, kv_heads, capacity, head_dim])
         for layer in layers
         for kv_heads, head_dim in [kv_shapes[layer]]
         for kind in KINDS
@@ -85,7 +89,7 @@ def past_buffers(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]], ba
 def page_inputs(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]]) -> Cache:
     """Inputs for the K/V pages of `layers`, float32 [pages, kv_heads, page_tokens, head_dim]."""
     return {
-        (layer, kind): typed_value(names.pages(layer, kind), FLOAT, ["pages", kv_heads, "page_tokens", head_dim])
+        (layer, kind): typed_value(paged.pages(layer, kind), FLOAT, ["pages", kv_heads, "page_tokens", head_dim])
         for layer in layers
         for kv_heads, head_dim in [kv_shapes[layer]]
         for kind in KINDS
@@ -93,10 +97,10 @@ def page_inputs(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]]) -> 
 
 
 def present_outputs(written: Mapping[tuple[int, str], ir.Value]) -> dict[str, ir.Value]:
-    """What attentions wrote, by the output's name where the cache is in buffers."""
-    return {names.present(*key): value for key, value in written.items()}
+    """Returns written K/V buffers by the names of the outputs."""
+    return {segment_networks.present(*key): value for key, value in written.items()}
 
 
 def page_outputs(written: Mapping[tuple[int, str], ir.Value]) -> dict[str, ir.Value]:
-    """The same where it is in pages."""
-    return {names.new_pages(*key): value for key, value in written.items()}
+    """Returns written K/V pages by the names of the outputs."""
+    return {paged.new_pages(*key): value for key, value in written.items()}

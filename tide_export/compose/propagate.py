@@ -1,4 +1,6 @@
-"""Composes the step graph of `kv_cache_strategy = "propagate"`: skipped layers get K/V from the exit state.
+"""Composes the step graph of `kv_cache_strategy = "propagate"`.
+
+Skipped layers get K/V from the exit state.
 
 `step_graph` keeps a token that exited pending, so that every key and value is exact. Here the layers after the exit
 write the keys and values they would have if their input were the state the token exited with: nothing is pending and
@@ -11,15 +13,15 @@ A step of several tokens (a prompt) must run every segment; the caller sets its 
 
 import onnx_ir as ir
 
-from tide_export.compose.builder import Block
 from tide_export.compose.cut import Pieces
 from tide_export.compose.kv_cache import Cache, store_from
 from tide_export.compose.step_graph import Composer, LensWeights, RouterWeights, check_routers
 from tide_export.errors import GraphError
+from tide_export.graph.builder import GraphBuilder
 
 
 def compose_propagating(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None) -> ir.Model:
-    """The step graph of `compose`, without `pending_states` inputs and without the output `new_pending_states`.
+    """Composes the step graph without pending states, as inputs or as an output.
 
     Args:
         pieces: of a trace with a marker before every layer.
@@ -38,7 +40,7 @@ class _Propagating(Composer):
         super().__init__(pieces, routers, lenses)
         self.pending = {}
 
-    def _pending(self, block: Block, k: int, y: ir.Value) -> ir.Value:
+    def _pending(self, builder: GraphBuilder, k: int, y: ir.Value) -> ir.Value:
         """Segment k reads what the one before gave; a token that exited keeps that state.
 
         Its tokens get segment k's name for them: additions of states with two names would not fuse with norms.
@@ -46,8 +48,8 @@ class _Propagating(Composer):
         y.shape = ir.Shape([1, f"pending_{k}", self.pieces.state_size])
         return y
 
-    def _skipped(self, block: Block, k: int, layer: int, pending: ir.Value) -> Cache:
+    def _skipped(self, builder: GraphBuilder, k: int, layer: int, pending: ir.Value) -> Cache:
         """The pages with the token's key and value, computed from the exit state."""
         tokens = f"pending_{k}"
-        states = [pending, self._positions_of(block, pending, tokens)]
-        return store_from(block, self.pieces, layer, states, tokens, self.pages, self.places)
+        states = [pending, self._positions_of(builder, pending, tokens)]
+        return store_from(builder, self.pieces, layer, states, tokens, self.pages, self.places)

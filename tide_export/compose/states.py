@@ -18,9 +18,9 @@ from math import prod
 
 import onnx_ir as ir
 
-from tide_export import names
-from tide_export.names import DOMAIN, OP_CAUSAL_CONV, STATE_OPERATORS
-from tide_export.trace.rewriting import FLOAT, present, static_dim, typed_value
+from tide_export.graph.rewriting import FLOAT, required, static_dim, typed_value
+from tide_export.names import paged as names
+from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, STATE_OPERATORS
 
 LOG = 32  # tokens that can be taken back; those of one run and of drafts before it, at most
 LARGE_LOG = 8  # of a recurrence whose decays are as large as its state
@@ -55,11 +55,11 @@ def shapes_of(nodes: Sequence[ir.Node]) -> tuple[StateShape, ...]:
 def _shapes(node: ir.Node) -> list[tuple[tuple[int, ...], int]]:
     """The shapes of a node's states, and the tokens that each can take back."""
     if node.op_type == OP_CAUSAL_CONV:
-        taps, channels = static_dim(present(node.inputs[1]), 0), static_dim(present(node.inputs[0]), -1)
+        taps, channels = static_dim(required(node.inputs[1]), 0), static_dim(required(node.inputs[0]), -1)
         return [((taps - 1 + LOG, channels), LOG)]
-    key, value, decay = (present(node.inputs[i]) for i in (1, 2, 3))
+    key, value, decay = (required(node.inputs[i]) for i in (1, 2, 3))
     (key_heads, width), (heads, depth) = ([static_dim(one, axis) for axis in (2, 3)] for one in (key, value))
-    decays = prod(static_dim(decay, axis) for axis in range(2, len(present(decay.shape))))
+    decays = prod(static_dim(decay, axis) for axis in range(2, len(required(decay.shape))))
     log = LARGE_LOG if decays >= heads * width * depth > heads else LOG
     return [((heads, width * depth + 1), log), ((log, decays + heads * depth + key_heads * width), log)]
 
@@ -73,7 +73,9 @@ def state_inputs(shapes: Sequence[StateShape]) -> States:
 
 
 def advance_states(nodes: Sequence[ir.Node], states: States, sequences: Sequence[ir.Value | None]) -> States:
-    """Makes every operator of a recurrent state among `nodes` read and write the states; returns what they write.
+    """Makes every operator of a recurrent state among `nodes` read and write the states.
+
+    Returns the written values.
 
     After the inputs of the trace come the states and `sequences`: places [R, 2], lengths [R] and, of several sequences,
     starts [R + 1]; a bias or beta is before the last of these. After the output come the new states.
@@ -98,5 +100,5 @@ def advance_states(nodes: Sequence[ir.Node], states: States, sequences: Sequence
 
 
 def state_outputs(written: Mapping[tuple[int, int], ir.Value]) -> dict[str, ir.Value]:
-    """What operators wrote, by the output's name."""
+    """Returns written states by the names of the outputs."""
     return {names.new_states(*key): value for key, value in written.items()}

@@ -1,20 +1,22 @@
-"""Composes the pieces into one graph that skips: segment 0, then an `If` per further segment, then the head.
+"""Composes the pieces into one graph that skips.
+
+Segment 0 comes first, then an `If` per further segment, then the head.
 
 The graph holds the whole state machine of one step (S new tokens, K segments):
 
-    y = segment_0(embed(input_ids));  candidate_0 = final_norm(lens_0(last position of y))
+    y = segment_0(embed(input_ids));  exit_state_0 = final_norm(lens_0(last position of y))
     pending = concat(pending_1, y)
     for k = 1 .. K-1:
-        score_{k-1} = router_{k-1}(candidate_{k-1})
+        score_{k-1} = router_{k-1}(exit_state_{k-1})
         if score_{k-1} > skip_threshold_k, or segment k-1 was skipped:
             keep pending
         else:
-            y = segment_k(pending);  candidate_k = final_norm(lens_k(last position of y))
+            y = segment_k(pending);  exit_state_k = final_norm(lens_k(last position of y))
             pending = concat(pending_{k+1}, y), empty after the last segment
-    logits = head(candidate of the first checkpoint whose score is above its exit threshold, else the last)
+    logits = head(exit state of the first checkpoint whose score is above its exit threshold, else the last)
 
 The pending states at the end belong before the first segment that did not run; the caller keeps those before deeper
-segments. The last segment's candidates are at the `logits_positions`: the last token to generate, more to verify
+segments. The last segment's exit states are at the `logits_positions`: the last token to generate, more to verify
 drafts.
 
 The caller sets a skip threshold to the exit threshold, or to 1.0 where more than max pending tokens would be pending:
@@ -42,22 +44,24 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from tide_export import names
-from tide_export.compose.builder import Block, Weights
-from tide_export.compose.candidate_op import candidate_function
+from tide_export.compose.checkpoint_op import checkpoint_function
 from tide_export.compose.cut import Pieces
-from tide_export.compose.exits import candidate_and_route, exit_states
+from tide_export.compose.exits import exit_state_and_score, exit_states
 from tide_export.compose.kv_cache import KINDS, Cache, attend_from_cache, page_inputs, page_outputs
+from tide_export.compose.lora import lora_inputs, read_adapters
 from tide_export.compose.states import advance_states, state_inputs, state_outputs
 from tide_export.errors import GraphError
+from tide_export.graph.builder import OPSET, GraphBuilder, Weights
+from tide_export.graph.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, dims, required, static_dim, typed_value
+from tide_export.names import paged
+from tide_export.names import step_graph as names
 from tide_export.routers.router import LensArrays, RouterArrays
-from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, dims, present, static_dim, typed_value
-from tide_export.trace.tracer import OPSET
 
 POSITIONS = "positions"  # the symbolic dimension of `logits_positions`
 END = np.iinfo(np.int64).max
 
-INTERNAL = ("candidate", "pending", "final", "score", "skip")  # outputs of an `If` for the next one, not for the caller
+# Outputs of an `If` for the next one, not for the caller.
+INTERNAL = ("exit_state", "pending", "final", "score", "skip")
 
 RouterWeights = Mapping[int, RouterArrays]  # by layers run
 LensWeights = Mapping[int, LensArrays]
@@ -79,7 +83,9 @@ class Fuse:
 def compose(
     pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None, fuse: Fuse | None = None
 ) -> ir.Model:
-    """The step graph with an exit at every checkpoint of `pieces`; names and shapes are in `tide_export.names`.
+    """Composes the step graph with an exit at every checkpoint of `pieces`.
+
+    Names and shapes are in `tide_export.names.step_graph`.
 
     With no checkpoint (one segment) this is the full-depth model.
 
@@ -114,7 +120,7 @@ def check_routers(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | 
 class Step:
     """The values that flow from one segment to the next."""
 
-    candidate: ir.Value  # [1, D'], what the head reads if the token exits here; [m, D'] after the last segment
+    exit_state: ir.Value  # [1, D'], what the head reads if the token exits here; [m, D'] after the last segment
     # Where there are checkpoints:
     pending: ir.Value | None = None  # [1, n, D], all pending states before the next segment that has not run
     # Where there is a next segment:
@@ -137,7 +143,7 @@ class Composer:
         self.bounds = pieces.boundaries
         self.segments = len(pieces.segments)
         self.weights = Weights()
-        self.main = Block("main", self.weights)
+        self.main = GraphBuilder("main", self.weights)
         width, deeper = pieces.state_size, range(1, self.segments)
         self.token_ids = typed_value(names.INPUT_IDS, INT64, [1, "sequence"])
         self.lengths = typed_value(names.SEQUENCE_LENGTHS, INT64, [1])
@@ -149,6 +155,7 @@ class Composer:
         self.pages = page_inputs(pieces.kv_caches, pieces.kv_shapes)
         self.state_places = typed_value(names.STATE_PLACES, INT64, [1, 2])
         self.states = state_inputs(pieces.states)
+        self.adapters = lora_inputs(pieces.lora, 1)
         self.outputs: dict[str, ir.Value] = {}
         self.checkpoints: list[ir.Node] = []
 
@@ -163,7 +170,7 @@ class Composer:
         for k in range(1, self.segments):
             step = self._segment_or_skip(k, step)
             steps.append(step)
-        state = step.candidate
+        state = step.exit_state
         routing: dict[str, ir.Value] = {}
         if self.segments > 1:
             scores = [step.score for step in steps if step.score is not None]
@@ -177,13 +184,14 @@ class Composer:
         inputs += self.pages.values()
         if self.states:
             inputs += [self.state_places, *self.states.values()]
-        final = {names.FINAL_STATES: present(step.final)}
+        inputs += self.adapters
+        final = {names.FINAL_STATES: required(step.final)}
         outputs = {names.LOGITS: self._logits(state), **routing, **final, **self.outputs}
-        functions = {call.op_type: candidate_function(call, OPSET) for call in self.checkpoints}
+        functions = {call.op_type: checkpoint_function(call, OPSET) for call in self.checkpoints}
         return self.main.model("tide_step", inputs, outputs, list(functions.values()))
 
     def _logits(self, states: ir.Value) -> ir.Value:
-        """[m, V] of the states [m, D'] that the head reads."""
+        """Adds the head: returns logits [m, V] of the states [m, D'] that it reads."""
         main, width = self.main, self.pieces.normalized_size
         axis = self.weights.integers("axis_0", [0])
         tokens = main.op("Unsqueeze", [states, axis], dtype=FLOAT, shape=[1, POSITIONS, width])
@@ -192,7 +200,9 @@ class Composer:
         return main.op("Squeeze", [logits, axis], dtype=FLOAT, shape=[POSITIONS, self.pieces.vocab_size])
 
     def _first_exit(self, steps: Sequence[Step], scores: ir.Value) -> ir.Value:
-        """The candidate of the first checkpoint whose score passed, [1, D'], else those of the last segment, [m, D'].
+        """Returns the exit state of the first checkpoint whose score passed, [1, D'].
+
+        If none passed, those of the last segment, [m, D'].
 
         A score that was not reached is NaN and does not pass.
         """
@@ -203,12 +213,12 @@ class Composer:
         where = main.op("Where", [passed, numbers, none], dtype=INT64, shape=[1, count])
         first = main.op("ReduceMin", [where, axis], {"keepdims": 0}, dtype=INT64, shape=[1])
         width = self.pieces.normalized_size
-        candidates = main.op(
-            "Concat", [step.candidate for step in steps], {"axis": 0}, dtype=FLOAT, shape=["candidates", width]
+        all_exit_states = main.op(
+            "Concat", [step.exit_state for step in steps], {"axis": 0}, dtype=FLOAT, shape=["all_exit_states", width]
         )
-        stops = integers("candidate_stops", [*range(1, count + 1), END])
+        stops = integers("exit_state_stops", [*range(1, count + 1), END])
         stop = main.op("Gather", [stops, first], {"axis": 0}, dtype=INT64, shape=[1])
-        inputs = [candidates, first, stop, integers("axis_0", [0])]
+        inputs = [all_exit_states, first, stop, integers("axis_0", [0])]
         return main.op("Slice", inputs, dtype=FLOAT, shape=[POSITIONS, width])
 
     def _first_segment(self) -> Step:
@@ -218,10 +228,10 @@ class Composer:
         y, written, self.tapped = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(written)
         if self.segments == 1:
-            candidate, final = self._last_states(main, y, self.tapped)
-            return Step(candidate, final=final)
-        candidate, score, skip = self._checkpoint(main, 0, y)
-        return Step(candidate, self._pending(main, 1, y), score, skip)
+            exit_state, final = self._last_states(main, y, self.tapped)
+            return Step(exit_state, final=final)
+        exit_state, score, skip = self._checkpoint(main, 0, y)
+        return Step(exit_state, self._pending(main, 1, y), score, skip)
 
     def _segment_or_skip(self, k: int, step: Step) -> Step:
         """The `If` of segment k; adds the outputs that it decides about."""
@@ -233,7 +243,7 @@ class Composer:
             "else_branch": run_block.graph(list(run_values.values())),
         }
         types: dict[str, OutputType] = {name: (FLOAT, value.shape) for name, value in run_values.items()} | {
-            "candidate": (FLOAT, [POSITIONS if k == self.segments - 1 else 1, self.pieces.normalized_size]),
+            "exit_state": (FLOAT, [POSITIONS if k == self.segments - 1 else 1, self.pieces.normalized_size]),
             "pending": (FLOAT, [1, f"pending_{k + 1}", self.pieces.state_size]),
             "final": (FLOAT, [1, "final_tokens", self.final_size]),
             "score": (FLOAT, [1, 1]),
@@ -248,114 +258,130 @@ class Composer:
         self.outputs.update(outputs)
         return Step(**internal)
 
-    def _pending(self, block: Block, k: int, y: ir.Value) -> ir.Value:
+    def _pending(self, builder: GraphBuilder, k: int, y: ir.Value) -> ir.Value:
         """The pending states before segment k once the segment before it gave y."""
         shape = [1, f"pending_{k}", self.pieces.state_size]
-        return block.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
+        return builder.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
 
-    def _segment(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
+    def _segment(self, k: int, step: Step) -> tuple[GraphBuilder, dict[str, ir.Value]]:
         """The branch that runs segment k over all pending states, and the router after it."""
-        block, pending, tokens = Block(f"segment_{k}", self.weights), present(step.pending), f"pending_{k}"
-        y, written, tapped = self._run(block, k, pending, tokens, self._positions_of(block, pending, tokens))
+        builder, pending, tokens = GraphBuilder(f"segment_{k}", self.weights), required(step.pending), f"pending_{k}"
+        y, written, tapped = self._run(builder, k, pending, tokens, self._positions_of(builder, pending, tokens))
         values: dict[str, ir.Value] = {}
         if k < self.segments - 1:
-            values["candidate"], values["score"], values["skip"] = self._checkpoint(block, k, y)
-            values["pending"] = self._pending(block, k + 1, y)
+            values["exit_state"], values["score"], values["skip"] = self._checkpoint(builder, k, y)
+            values["pending"] = self._pending(builder, k + 1, y)
             values |= tapped
         else:
-            values["candidate"], values["final"] = self._last_states(block, y, tapped)
+            values["exit_state"], values["final"] = self._last_states(builder, y, tapped)
         if k == self.segments - 1 and self.pending:
             none = np.zeros((1, 0, self.pieces.state_size), dtype=np.float32)
-            values["pending"] = block.copy(self.weights.constant("no_tokens", none))
-        return block, {**values, **written}
+            values["pending"] = builder.copy(self.weights.constant("no_tokens", none))
+        return builder, {**values, **written}
 
-    def _skip(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
+    def _skip(self, k: int, step: Step) -> tuple[GraphBuilder, dict[str, ir.Value]]:
         """The branch that keeps everything as it is, so that the later segments are skipped too."""
-        block, pending = Block(f"skip_{k}", self.weights), present(step.pending)
-        values = {"candidate": block.copy(step.candidate)}
+        builder, pending = GraphBuilder(f"skip_{k}", self.weights), required(step.pending)
+        values = {"exit_state": builder.copy(step.exit_state)}
         if k < self.segments - 1 or self.pending:
-            values["pending"] = block.copy(pending)
+            values["pending"] = builder.copy(pending)
         if k < self.segments - 1:
-            values["score"] = block.copy(self.weights.constant("not_scored", np.full((1, 1), np.nan, np.float32)))
-            values["skip"] = block.copy(present(step.skip))
+            values["score"] = builder.copy(self.weights.constant("not_scored", np.full((1, 1), np.nan, np.float32)))
+            values["skip"] = builder.copy(required(step.skip))
             for layer in self.pieces.taps_in(k) if self.fuse is not None else ():
                 none = np.zeros((1, 0, self.pieces.hidden_size), dtype=np.float32)
-                values[_tap(layer)] = block.copy(self.weights.constant("no_hidden_states", none))
+                values[_tap(layer)] = builder.copy(self.weights.constant("no_hidden_states", none))
         else:
             none = np.zeros((1, 0, self.final_size), dtype=np.float32)
-            values["final"] = block.copy(self.weights.constant("no_final_states", none))
+            values["final"] = builder.copy(self.weights.constant("no_final_states", none))
         for layer in self.pieces.kv_written(k):
-            values |= page_outputs(self._skipped(block, k, layer, pending))
+            values |= page_outputs(self._skipped(builder, k, layer, pending))
         kept = {(one.layer, one.number): self.states[one.layer, one.number] for one in self.pieces.states_in(k)}
-        values |= state_outputs({key: block.copy(states) for key, states in kept.items()})
-        return block, values
+        values |= state_outputs({key: builder.copy(states) for key, states in kept.items()})
+        return builder, values
 
-    def _skipped(self, block: Block, k: int, layer: int, pending: ir.Value) -> Cache:
-        """The K/V pages of a layer of segment k if it is skipped; bound to the same memory, this copies nothing."""
-        return {(layer, kind): block.copy(self.pages[layer, kind]) for kind in KINDS}
+    def _skipped(self, builder: GraphBuilder, k: int, layer: int, pending: ir.Value) -> Cache:
+        """Returns the K/V pages of a layer of segment k if it is skipped.
+
+        Bound to the memory of the inputs, this copies nothing.
+        """
+        return {(layer, kind): builder.copy(self.pages[layer, kind]) for kind in KINDS}
 
     def _run(
-        self, block: Block, k: int, x: ir.Value, tokens: str, positions: ir.Value
+        self, builder: GraphBuilder, k: int, x: ir.Value, tokens: str, positions: ir.Value
     ) -> tuple[ir.Value, dict[str, ir.Value], dict[str, ir.Value]]:
-        """Segment k on x, connected to the K/V cache and recurrent states: y [1, tokens, D], the new pages and states
-        by name, and hidden states [1, tokens, D] by `_tap`."""
-        start = len(block.nodes)
-        y, *hidden = block.inline(self.pieces.segments[k], [x, positions], 1, tokens)
-        cache = {key: self.outputs.get(names.new_pages(*key), pages) for key, pages in self.pages.items()}
+        """Adds segment k on x, connected to the K/V cache and recurrent states.
+
+        Returns y [1, tokens, D], the new pages and states by name, and hidden states [1, tokens, D] by `_tap`.
+        """
+        start = len(builder.nodes)
+        y, *hidden = builder.inline(self.pieces.segments[k], [x, positions], 1, tokens)
+        cache = {key: self.outputs.get(paged.new_pages(*key), pages) for key, pages in self.pages.items()}
         tapped = dict(zip(map(_tap, self.pieces.taps_in(k)), hidden, strict=True)) if self.fuse is not None else {}
-        written = page_outputs(attend_from_cache(block.nodes[start:], cache, self.places))
+        written = page_outputs(attend_from_cache(builder.nodes[start:], cache, self.places))
+        read_adapters(builder.nodes[start:], self.pieces.lora, self.adapters)
         sequences = [self.state_places, self.lengths, None]
-        written |= state_outputs(advance_states(block.nodes[start:], self.states, sequences))
+        written |= state_outputs(advance_states(builder.nodes[start:], self.states, sequences))
         return y, written, tapped
 
-    def _positions_of(self, block: Block, x: ir.Value, tokens: str) -> ir.Value:
-        """position_ids [1, n] of the last n tokens of the sequence, for x of n tokens; removed later if unused."""
-        length = block.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
+    def _positions_of(self, builder: GraphBuilder, x: ir.Value, tokens: str) -> ir.Value:
+        """Returns position_ids [1, n] of the last n tokens of the sequence, for x of n tokens.
+
+        They are removed later if unused.
+        """
+        length = builder.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
         integers = self.weights.integers
         scalar, one, axis = integers("scalar", []), integers("one", 1), integers("axis_0", [0])
-        stop = block.op("Reshape", [self.lengths, scalar], dtype=INT64, shape=[])
-        count = block.op("Reshape", [length, scalar], dtype=INT64, shape=[])
-        start = block.op("Sub", [stop, count], dtype=INT64, shape=[])
-        flat = block.op("Range", [start, stop, one], dtype=INT64, shape=[tokens])
-        return block.op("Unsqueeze", [flat, axis], dtype=INT64, shape=[1, tokens])
+        stop = builder.op("Reshape", [self.lengths, scalar], dtype=INT64, shape=[])
+        count = builder.op("Reshape", [length, scalar], dtype=INT64, shape=[])
+        start = builder.op("Sub", [stop, count], dtype=INT64, shape=[])
+        flat = builder.op("Range", [start, stop, one], dtype=INT64, shape=[tokens])
+        return builder.op("Unsqueeze", [flat, axis], dtype=INT64, shape=[1, tokens])
 
-    def _checkpoint(self, block: Block, k: int, y: ir.Value) -> list[ir.Value]:
-        """The checkpoint after segment k, for y's last token: what the head reads should it exit, [1, D'], its score
-        and whether to skip the next segment, both [1, 1]."""
+    def _checkpoint(self, builder: GraphBuilder, k: int, y: ir.Value) -> list[ir.Value]:
+        """Adds the checkpoint after segment k, for y's last token.
+
+        Returns the exit state [1, D'], the score and whether to skip the next segment, both [1, 1].
+        """
         layers = self.bounds[k + 1]
         router, lens = self.routers[layers], self.lenses.get(layers)
         last, threshold = self.weights.integers("last", [-1]), self.skip_thresholds[k + 1]
-        values = candidate_and_route(block, self.pieces, layers, router, lens, y, last, threshold)
-        self.checkpoints.append(present(values[0].producer()))
+        values = exit_state_and_score(builder, self.pieces, layers, router, lens, y, last, threshold)
+        self.checkpoints.append(required(values[0].producer()))
         return values
 
-    def _last_states(self, block: Block, y: ir.Value, tapped: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
-        """What the head reads after the last segment, y through the final norm, at `logits_positions`, [m, D']; and of
-        all tokens, [1, n, D'], or what a draft head reads of them, [1, n, H]."""
-        states, width = exit_states(block, self.pieces, self.bounds[-1], None, y), self.pieces.normalized_size
-        final = states if self.fuse is None else self._fused(block, self.fuse, y, tapped)
-        return block.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width]), final
+    def _last_states(
+        self, builder: GraphBuilder, y: ir.Value, tapped: Mapping[str, ir.Value]
+    ) -> tuple[ir.Value, ir.Value]:
+        """Adds the final norm to y after the last segment.
 
-    def _fused(self, block: Block, fuse: Fuse, y: ir.Value, tapped: Mapping[str, ir.Value]) -> ir.Value:
+        Returns what the head reads at `logits_positions`, [m, D'], and of all tokens, [1, n, D'], or what a draft head
+        reads of them, [1, n, H].
+        """
+        states, width = exit_states(builder, self.pieces, self.bounds[-1], None, y), self.pieces.normalized_size
+        final = states if self.fuse is None else self._fused(builder, self.fuse, y, tapped)
+        return builder.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width]), final
+
+    def _fused(self, builder: GraphBuilder, fuse: Fuse, y: ir.Value, tapped: Mapping[str, ir.Value]) -> ir.Value:
         """`fuse` on hidden states: those `tapped` in the last segment, and earlier ones after zeros."""
         tokens = dims(y)[1]
         hidden = [
-            tapped[name] if name in tapped else self._padded(block, self.tapped[name], y)
+            tapped[name] if name in tapped else self._padded(builder, self.tapped[name], y)
             for name in map(_tap, fuse.layers)
         ]
         shape = [1, tokens, self.pieces.hidden_size * len(hidden)]
-        joined = block.op("Concat", hidden, {"axis": -1}, dtype=FLOAT, shape=shape)
-        (states,) = block.inline(fuse.graph, [joined], 1, tokens)
+        joined = builder.op("Concat", hidden, {"axis": -1}, dtype=FLOAT, shape=shape)
+        (states,) = builder.inline(fuse.graph, [joined], 1, tokens)
         return states
 
-    def _padded(self, block: Block, hidden: ir.Value, y: ir.Value) -> ir.Value:
+    def _padded(self, builder: GraphBuilder, hidden: ir.Value, y: ir.Value) -> ir.Value:
         """`hidden` [1, n, D] of the last n tokens of y, after zeros for those before."""
-        counts = [block.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1]) for x in (y, hidden)]
-        missing = block.op("Sub", counts, dtype=INT64, shape=[1])
+        counts = [builder.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1]) for x in (y, hidden)]
+        missing = builder.op("Sub", counts, dtype=INT64, shape=[1])
         integers = self.weights.integers
-        pads = block.op("Concat", [missing, integers("none", [0])], {"axis": 0}, dtype=INT64, shape=[2])
+        pads = builder.op("Concat", [missing, integers("none", [0])], {"axis": 0}, dtype=INT64, shape=[2])
         shape = [1, dims(y)[1], self.pieces.hidden_size]
-        return block.op("Pad", [hidden, pads, None, integers("axis_1", [1])], dtype=FLOAT, shape=shape)
+        return builder.op("Pad", [hidden, pads, None, integers("axis_1", [1])], dtype=FLOAT, shape=shape)
 
 
 def _tap(layers: int) -> str:

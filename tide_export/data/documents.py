@@ -1,8 +1,8 @@
-"""Reads a dataset SPEC as a stream of documents: first step of `calibrate`, text source of `validate` and `tune`.
+"""Streams the documents of a dataset SPEC, for `calibrate`, `validate` and `tune`.
 
 A SPEC is a local file, folder or glob, or else the id of a dataset on the Hugging Face hub. A folder is searched for
-.txt, .json, .jsonl and .parquet files; a file or glob may name text of any other suffix too. Everything is streamed, so
-memory does not grow with the dataset and nothing is cached on disk.
+.txt, .json, .jsonl and .parquet files; a file or glob may have any other suffix and is then read as text. Memory does
+not grow with the dataset, and nothing is cached on disk.
 """
 
 import glob
@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tide_export.common.progress import quiet_loggers
 from tide_export.errors import DatasetError, one_line
-from tide_export.progress import quiet_loggers
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # suffix -> builder of `datasets`
 FOLDER_SUFFIXES = {".txt", *BUILDERS}
-DOCUMENT_CHARS = 65_536  # a plain text file is cut into documents of about this size
+DOCUMENT_CHARS = 65_536  # approximate size of the documents that a plain text file is cut into
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
 
 # ` = Homarus gammarus = ` opens a WikiText article; ` = = Description = = ` only a section of one.
@@ -26,14 +26,15 @@ _ARTICLE_TITLE = re.compile(r" ?= (?!=).*(?<!=) = ?")
 
 
 class Documents:
-    """The documents of a dataset, in its order; iterate over it once.
+    """The documents of a dataset in their order, for a single iteration.
 
     Attributes:
         spec: the dataset SPEC.
         count: documents read so far.
-        hashes: `document_hash` of each of them, in order; calibration records them, so that `tune` recognizes the
-            documents that the routers saw.
-        omitted: documents left out, whose hashes are in `omit`; they are not in `count`, `hashes` and `sha256`.
+        hashes: `document_hash` of each document read. Calibration records them, so that `tune` recognizes documents
+            that the routers saw.
+        omitted: number of documents skipped because their hashes are in `omit`; `count`, `hashes` and `sha256` do not
+            include them.
 
     Iterating yields non-blank `str`. A document is a row of a .jsonl, .json, .parquet or hub dataset (the column
     `text`, or else the first column of strings), a part of a plain text file (see `split_documents`), or an article of
@@ -54,12 +55,12 @@ class Documents:
 
     @property
     def sha256(self) -> str:
-        """Hash of the documents read so far, as UTF-8 with a zero byte after each."""
+        """The hash of the documents read so far, in UTF-8 with a zero byte after each."""
         return self._digest.hexdigest()
 
     def __iter__(self) -> Iterator[str]:
         try:
-            with quiet_loggers(logging.CRITICAL, "datasets", "huggingface_hub", "fsspec"):  # retries and broken files
+            with quiet_loggers(logging.CRITICAL, "datasets", "huggingface_hub", "fsspec"):  # they log what is raised
                 for text in self._texts():
                     if not text.strip():
                         continue

@@ -1,7 +1,7 @@
-"""Tokenizes documents into sequences for the model: second step of `calibrate`, shared with `validate` and `tune`.
+"""Tokenizes documents into sequences, for `calibrate`, `validate` and `tune`.
 
-Each sequence records its document, because tokens of one document resemble each other: training, validation and test
-are split between documents.
+Each sequence records its document: training, validation and test text are split between documents, because tokens of
+one document resemble each other.
 """
 
 import heapq
@@ -14,12 +14,12 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tide_export.bundle.tokenizer_check import check_tokenizer, tokenizer_errors
+from tide_export.common.progress import quiet_transformers
 from tide_export.data.documents import Documents
 from tide_export.errors import ConfigError, DatasetError, ModelError, one_line
 from tide_export.model.pretrained import code_error, opened
-from tide_export.progress import quiet_transformers
 
-MIN_DOCUMENTS = 32  # documents that the sequences come from, if the dataset has so many
+MIN_DOCUMENTS = 32  # minimum number of documents to sample sequences from, if the dataset has as many
 BLOCK_CHARS = 1 << 18  # text tokenized at a time
 
 
@@ -29,9 +29,9 @@ class TokenSequence:
 
     Attributes:
         document: number of the document in the dataset, from 0.
-        ids: token ids, int32 [n] (a list needs nine times the memory); begins with the tokenizer's prefix (the BOS
-            token, where it has one).
-        first: the first position whose state matters to calibration; those before it are a prompt's.
+        ids: token ids, int32 [n], starting with the tokenizer's prefix (the BOS token, if it has one). A list would
+            need nine times the memory.
+        first: first position whose state calibration uses; earlier positions belong to a prompt.
     """
 
     document: int
@@ -43,11 +43,11 @@ def load_tokenizer(name: str | os.PathLike, trust_remote_code: bool = False) -> 
     """Loads the tokenizer of model `name`, a folder, a hub id or a GGUF file.
 
     Args:
-        trust_remote_code: run Python code of the model's own (`auto_map` in its tokenizer_config.json).
+        trust_remote_code: run Python code from the model's folder (`auto_map` in its tokenizer_config.json).
 
     Raises:
-        ModelError: there is none, it cannot be read, or only with code that is not trusted; it cannot encode every
-            text, or lets text grow without bound.
+        ModelError: there is no tokenizer, it cannot be read, needs code that is not trusted, cannot encode every text,
+            or lets text grow without bound.
     """
     name = os.fspath(name)
     with tokenizer_errors(f"cannot load the tokenizer of model {name!r}", ModelError):
@@ -69,11 +69,15 @@ def load_tokenizer(name: str | os.PathLike, trust_remote_code: bool = False) -> 
 def read_sequences(
     dataset: str | Documents, tokenizer: PreTrainedTokenizerBase, length: int, limit: int
 ) -> Iterator[TokenSequence]:
-    """Yields at most `limit` sequences of at most `length` tokens from a dataset SPEC (or `Documents` not yet read).
+    """Yields at most `limit` sequences of at most `length` tokens from a dataset.
 
-    Long documents are cut into consecutive sequences without overlap. So that no long document fills the sample, each
-    first contributes at most `limit / MIN_DOCUMENTS` sequences (at least one). If the dataset ends before the limit,
-    the remaining sequences follow, those nearest to the beginning of their document first. Reading stops at the limit.
+    Long documents are cut into consecutive sequences without overlap. Each document first contributes at most
+    `limit / MIN_DOCUMENTS` sequences (at least one), so that no long document fills the sample. If the dataset ends
+    before the limit, the remaining sequences follow, those nearest to the start of their document first. Reading stops
+    at the limit.
+
+    Args:
+        dataset: a SPEC, or `Documents` that were not iterated yet.
 
     Raises:
         DatasetError: see `Documents`.
@@ -85,7 +89,7 @@ def read_sequences(
         raise ConfigError(f"sequences of {length} tokens hold nothing but the {len(prefix)} the tokenizer puts first")
     share = max(1, limit // MIN_DOCUMENTS)
     yielded = 0
-    # A heap of the remaining sequences, the furthest into its document at the top: it is dropped first at the limit.
+    # A heap of the remaining sequences; its top, dropped first at the limit, is furthest into its document.
     rest: list[tuple[int, int, TokenSequence]] = []
     order = count()
     for number, text in enumerate(documents):
@@ -110,7 +114,7 @@ def read_sequences(
 
 
 def _chunks(text: str, tokenizer: PreTrainedTokenizerBase, size: int) -> Iterator[list[int]]:
-    """Yields the tokens of a text, `size` at a time; the last chunk may be shorter."""
+    """Yields the tokens of a text in chunks of `size`; the last one may be shorter."""
     rest: list[int] = []
     start = 0
     while start < len(text):
@@ -119,16 +123,16 @@ def _chunks(text: str, tokenizer: PreTrainedTokenizerBase, size: int) -> Iterato
             end = text.rfind("\n", start, end) + 1 or end  # a cut at a line end rarely splits a token
         rest += tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
         start = end
-        whole = len(rest) - len(rest) % size
-        for first in range(0, whole, size):
+        complete = len(rest) - len(rest) % size
+        for first in range(0, complete, size):
             yield rest[first : first + size]
-        rest = rest[whole:]
+        rest = rest[complete:]
     if rest:
         yield rest
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the tokens that the tokenizer adds before a text (BOS): each sequence starts with them, as prompts do."""
+    """Returns the tokens that the tokenizer adds before a text (BOS), with which sequences start."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
     starts = (n for n in range(len(full) - len(plain) + 1) if full[n : n + len(plain)] == plain)

@@ -1,1 +1,1 @@
-"""Learned drafts: a small network that proposes what the model will write next, trained on the model's own answers."""
+"""Trains drafters: small networks that propose the model's next tokens, trained on its answers."""

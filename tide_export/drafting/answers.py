@@ -1,6 +1,6 @@
-"""Lets a bundle answer prompts, and keeps the answers with the model's states.
+"""Generates a bundle's answers to prompts and stores them with the model's states.
 
-Runs on the bundle's own runtime, so that a drafter learns from the states that it will read, roundings included.
+The bundle's own runtime generates them, so a drafter learns from the states it will read, with their rounding.
 """
 
 import math
@@ -19,11 +19,11 @@ from tide_export.runtime.config import GenerationConfig
 FIRST_BATCH = 32
 MIN_BATCH, MAX_BATCH = 8, 256
 BATCH_SECONDS = 30.0
-MIN_NEW_TOKENS = 3  # of some answer of the first batch: shorter ones have nothing to draft
+MIN_NEW_TOKENS = 3  # the longest answer of the first batch needs as many; shorter ones leave nothing to draft
 
 
 class Answered(Protocol):
-    """What an engine returns for a prompt when asked for states."""
+    """The result of a generation with `states=True`."""
 
     @property
     def tokens(self) -> list[int]: ...
@@ -33,27 +33,27 @@ class Answered(Protocol):
 
 
 class AnswerEngine(Protocol):
-    """The part of `runtime.engine.Engine` that answers a list of prompts."""
+    """The method of `runtime.engine.Engine` that answers a list of prompts."""
 
     def generate(self, ids: Sequence[Sequence[int]], config: GenerationConfig) -> Sequence[Answered]: ...
 
 
 class Answerer:
-    """Answers the prompts of this process, one batch after the other."""
+    """Answers the prompts of this process in batches."""
 
     def __init__(self, engine: AnswerEngine, prompts: Prompts, store: AnswerStore, config: DraftConfig) -> None:
         self._engine, self._prompts, self._store, self._config = engine, prompts, store, config
 
     def answer_batch(self, seconds: float) -> None:
-        """Answers as many more prompts as take `BATCH_SECONDS`, or `seconds` where that is less.
+        """Answers the next prompts, for about `BATCH_SECONDS` or `seconds`, whichever is less.
 
         Raises:
-            DraftError: the answers are too short to train on, or states are not numbers; they cannot be kept.
+            DraftError: the answers are too short to train on, states are not finite, or they cannot be stored.
             GenerationError: the bundle cannot answer lists of prompts.
         """
         began = schedule.now()
         store, size = self._store, self._batch_size(seconds)
-        requests = [self._prompts.request((store.own + index) * store.count + store.rank) for index in range(size)]
+        requests = [self._prompts.request((store.answered + index) * store.count + store.rank) for index in range(size)]
         config = GenerationConfig(
             mode="full",
             temperature=self._config.temperature,
@@ -67,14 +67,14 @@ class Answerer:
             states = result.states
             expected = (len(request.ids) + len(result.tokens) - 1, store.width)
             if states is None or states.shape != expected:
-                found = None if states is None else states.shape
-                raise DraftError(f"the bundle's states have the shape {found}, not {expected}: is it of this model?")
+                shape = None if states is None else states.shape
+                raise DraftError(f"the bundle's states have the shape {shape}, not {expected}: is it of this model?")
             if not np.isfinite(states).all():
                 raise DraftError(
                     "the bundle's states hold numbers that are not finite: `tide-export validate` checks it"
                 )
             answered.append((request, result.tokens, states))
-        if not store.own and max(len(tokens) for _, tokens, _ in answered) < MIN_NEW_TOKENS:
+        if not store.answered and max(len(tokens) for _, tokens, _ in answered) < MIN_NEW_TOKENS:
             raise DraftError(
                 f"the model answers each of the first {size} prompts with fewer than {MIN_NEW_TOKENS} tokens, so there "
                 "is nothing to draft: give prompts that it answers at length with --prompts"
@@ -83,8 +83,8 @@ class Answerer:
         store.reload()
 
     def _batch_size(self, left: float) -> int:
-        """Prompts that take about `BATCH_SECONDS`, or the seconds that are left."""
-        if not self._store.own or not self._store.seconds:
+        """Returns how many prompts take about `BATCH_SECONDS`, or `left` seconds if that is less."""
+        if not self._store.answered or not self._store.seconds:
             return FIRST_BATCH
-        a_second = self._store.own / self._store.seconds
-        return max(MIN_BATCH, min(MAX_BATCH, math.ceil(min(left, BATCH_SECONDS) * a_second)))
+        rate = self._store.answered / self._store.seconds
+        return max(MIN_BATCH, min(MAX_BATCH, math.ceil(min(left, BATCH_SECONDS) * rate)))

@@ -1,4 +1,4 @@
-"""Makes batches of answers: sequences of similar length together, those that were trained on least first."""
+"""Batches answers of similar length, those that were trained on least first."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ import torch
 
 from tide_export.drafting.store import Answer, AnswerStore
 
-MAX_POSITIONS = 3400  # of a batch, padding included
-SORTED = 160  # answers that are sorted by length together
+MAX_POSITIONS = 3400  # per batch, padding included
+SORTED = 160  # answers per group that is sorted by length
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences, padded at the end.
+    """Answers to train on, padded on the right.
 
     Attributes:
-        ids: int64 [B, S + 1].
-        states: the model's, bfloat16 [B, S, D].
-        sequences, positions: of the states whose next token belongs to an answer, int64 [N] each.
+        ids: token ids, int64 [B, S + 1].
+        states: the model's final states, bfloat16 [B, S, D].
+        sequences, positions: indices of the states whose next token belongs to an answer, int64 [N] each.
     """
 
     ids: torch.Tensor
@@ -29,10 +29,10 @@ class Batch:
 
     @classmethod
     def of(cls, answers: Sequence[Answer], store: AnswerStore, first: int, device: torch.device) -> "Batch":
-        """Reads the states of answers.
+        """Reads the states of `answers` into a batch on `device`.
 
         Args:
-            first: the first position that may be learned from: before it there are too few rows.
+            first: first position to learn from; earlier ones have too few rows before them.
         """
         length = max(answer.states for answer in answers)
         ids = torch.zeros(len(answers), length + 1, dtype=torch.long)
@@ -47,29 +47,32 @@ class Batch:
 
 
 def learned_tokens(answers: Iterable[Answer], first: int) -> int:
-    """Returns the number of positions that batches of these answers have to learn from."""
+    """Returns the number of positions to learn from in batches of `answers`."""
     return sum(max(0, answer.states - max(answer.prompt - 1, first)) for answer in answers)
 
 
 def plan_batches(
     answers: Sequence[Answer], visits: Mapping[int, int], generator: np.random.Generator
 ) -> list[list[int]]:
-    """Returns batches of the answers (by their place) that were visited least, in random order.
+    """Batches the answers that were visited least, in random order.
 
     Args:
-        visits: by the number of an answer.
+        visits: answer number -> times it was trained on.
+
+    Returns:
+        Batches of indices into `answers`.
     """
     counts = [visits.get(answer.number, 0) for answer in answers]
-    least = min(counts)
-    places = [place for place, count in enumerate(counts) if count == least]
-    generator.shuffle(places)
+    fewest = min(counts)
+    indices = [index for index, count in enumerate(counts) if count == fewest]
+    generator.shuffle(indices)
     batches = list[list[int]]()
-    for first in range(0, len(places), SORTED):
-        part = sorted(places[first : first + SORTED], key=lambda place: answers[place].states)
-        made: list[list[int]] = [[]]
-        for place in part:
-            if made[-1] and (len(made[-1]) + 1) * answers[place].states > MAX_POSITIONS:
-                made.append([])
-            made[-1].append(place)
-        batches += [made[index] for index in generator.permutation(len(made))]
+    for first in range(0, len(indices), SORTED):
+        part = sorted(indices[first : first + SORTED], key=lambda index: answers[index].states)
+        group: list[list[int]] = [[]]
+        for index in part:
+            if group[-1] and (len(group[-1]) + 1) * answers[index].states > MAX_POSITIONS:
+                group.append([])
+            group[-1].append(index)
+        batches += [group[number] for number in generator.permutation(len(group))]
     return batches

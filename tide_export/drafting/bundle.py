@@ -1,4 +1,4 @@
-"""Checks bundles that a drafter is to be trained for, and writes it into them."""
+"""Checks that a bundle can hold a drafter, and writes a drafter into it."""
 
 import logging
 import os
@@ -6,32 +6,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tide_export import names
 from tide_export.bundle.engine_fields import EnginesInfo
+from tide_export.bundle.file_names import DRAFTER_FILE, GRAPH_FILE, engine_file, network_file
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.store import put_files
+from tide_export.common.files import TEMPORARY, failure
 from tide_export.compose.drafter import DrafterPieces
 from tide_export.drafting.files import drafter_info, embedding_of, rows_for, save_drafter, save_drafter_segment
 from tide_export.drafting.pieces import pieces_of
 from tide_export.errors import DraftError
-from tide_export.files import TEMPORARY, failure
+from tide_export.graph.rewriting import FLOAT
+from tide_export.names.networks import DRAFTER
 from tide_export.routers.drafter import Drafter
-from tide_export.trace.rewriting import FLOAT
 
 logger = logging.getLogger("tide_export")
 
 
 def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = None, width: int | None = None) -> Bundle:
-    """Opens a bundle that a drafter can be written into.
+    """Opens a bundle that can hold a drafter.
 
     Args:
-        weights_sha256: of the model that the drafter is trained for; None: not known yet.
-        width: of that model's embeddings; None: not known yet.
+        weights_sha256: hash of the weights of the drafter's model; None: not known yet.
+        width: size of that model's embeddings; None: not known yet.
 
     Raises:
-        BundleError: it is missing or damaged.
-        DraftError: it is of another model, propagates K/V, gives the states of a published head, or has no embedding to
-            look up.
+        BundleError: the bundle is missing or damaged.
+        DraftError: it is of another model, propagates K/V, gives the states of an EAGLE-3 head, or has no single
+            lookup of its embedding.
     """
     opened = open_bundle(Path(bundle), verify=False)
     manifest = opened.manifest
@@ -46,7 +47,7 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
         )
     if weights_sha256 is not None and manifest.model.weights_sha256 != weights_sha256:
         raise DraftError(f"bundle {bundle} was exported from another model than the one given: its weights differ")
-    shape = embedding_of(opened.path / names.GRAPH_FILE, FLOAT).graph.outputs[0].shape
+    shape = embedding_of(opened.path / GRAPH_FILE, FLOAT).graph.outputs[0].shape
     if width is not None and (shape is None or shape[-1] != width):
         raise DraftError(
             f"bundle {bundle} looks up {'unknown' if shape is None else shape[-1]} numbers a token first, not the "
@@ -56,13 +57,13 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
 
 
 def write_drafter(bundle: str | os.PathLike[str], drafter: Drafter) -> None:
-    """Composes the networks of `drafter` and writes them into the bundle, in place of those that are there.
+    """Composes the networks of `drafter` and writes them into the bundle in place of an earlier drafter's.
 
-    An engine of an earlier drafter is removed: `tide-export build` makes one of this.
+    Removes the engine of an earlier drafter: `tide-export build` builds the new one.
 
     Raises:
-        BundleError: the bundle cannot be written to, or was changed meanwhile; it is then as it was, or has no drafter.
-        DraftError: as `check_bundle`; or there is no room on the disk.
+        BundleError: the bundle cannot be written, or was changed meanwhile; it is unchanged or has no drafter.
+        DraftError: `check_bundle` refuses the bundle, or the disk is full.
     """
     opened = check_bundle(bundle, drafter.weights_sha256, drafter.shape.embedding)
     pieces = pieces_of(drafter, rows_for(opened.manifest.model.context_length))
@@ -70,7 +71,14 @@ def write_drafter(bundle: str | os.PathLike[str], drafter: Drafter) -> None:
 
 
 def put_drafter(bundle: Bundle, pieces: DrafterPieces, record: dict[str, Any]) -> Bundle:
-    """Writes a drafter's networks into `bundle`; `record`: how it was made. Raises as `write_drafter`."""
+    """Composes the networks of a drafter and writes them into `bundle`.
+
+    Args:
+        record: the training's provenance, for the manifest.
+
+    Raises:
+        BundleError, DraftError: as `write_drafter`.
+    """
     manifest, folder = bundle.manifest, bundle.path
     drafting = manifest.drafting
     plain = replace(
@@ -80,15 +88,15 @@ def put_drafter(bundle: Bundle, pieces: DrafterPieces, record: dict[str, Any]) -
         engines=manifest.engines and _without_drafter(manifest.engines),
     )
     new = replace(plain, drafter=drafter_info(pieces, manifest.model.weights_sha256, record))
-    files = {names.DRAFTER_FILE: folder / f".{names.DRAFTER_FILE}.{TEMPORARY}"}
+    files = {DRAFTER_FILE: folder / f".{DRAFTER_FILE}.{TEMPORARY}"}
     if new.has_drafter_network:
-        name = names.network_file(names.DRAFTER)
-        files[name] = (folder / name).with_name(f".{names.DRAFTER_FILE}.{TEMPORARY}")
+        name = network_file(DRAFTER)
+        files[name] = (folder / name).with_name(f".{DRAFTER_FILE}.{TEMPORARY}")
     try:
-        save_drafter(folder, pieces, files[names.DRAFTER_FILE])
+        save_drafter(folder, pieces, files[DRAFTER_FILE])
         if new.has_drafter_network:
-            save_drafter_segment(folder, pieces, new, files[names.network_file(names.DRAFTER)])
-        written = put_files(bundle, files, new, plain, removed=[names.engine_file(names.DRAFTER)])
+            save_drafter_segment(folder, pieces, new, files[network_file(DRAFTER)])
+        written = put_files(bundle, files, new, plain, removed=[engine_file(DRAFTER)])
     except OSError as error:
         raise DraftError(f"cannot write the drafter into {folder}: {failure(error, folder)}") from error
     finally:
@@ -105,4 +113,4 @@ def put_drafter(bundle: Bundle, pieces: DrafterPieces, record: dict[str, Any]) -
 def _without_drafter(engines: EnginesInfo) -> EnginesInfo:
     if engines.built is None:
         return engines
-    return replace(engines, built={name: one for name, one in engines.built.items() if name != names.DRAFTER})
+    return replace(engines, built={name: one for name, one in engines.built.items() if name != DRAFTER})

@@ -1,4 +1,4 @@
-"""Keeps the state of a drafter's training beside its answers; see `adaptation.checkpoint` for how."""
+"""Saves the state of a drafter's training beside its answers, by `adaptation.checkpoint`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,18 +10,26 @@ from tide_export.errors import AdaptError, DraftError
 
 
 class Checkpoint:
-    """The state in a cache, whose settings were compared already."""
+    """The saved state in a cache whose settings `store.check_settings` has compared."""
 
     def __init__(self, folder: Path) -> None:
         self._checkpoint = checkpoint.Checkpoint(folder, {})
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replaces the state. Raises DraftError: it cannot be written; the one before is kept."""
+        """Replaces the saved state.
+
+        Raises:
+            DraftError: the file cannot be written; the previous state is kept.
+        """
         with _as_draft_error():
             self._checkpoint.save(state)
 
     def load(self) -> dict[str, Any] | None:
-        """Returns the state; None where there is none. Raises DraftError: it cannot be read."""
+        """Returns the saved state, or None if there is none.
+
+        Raises:
+            DraftError: the file cannot be read.
+        """
         with _as_draft_error():
             return self._checkpoint.load()
 

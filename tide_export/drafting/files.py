@@ -1,6 +1,6 @@
-"""Writes the networks of a drafter, which find their embedding in the weights of the bundle's own graphs.
+"""Writes the networks of a drafter, which share the embedding of the bundle's graphs.
 
-The nodes that look up the embedding are those of the graph itself.
+The nodes that look up the embedding are copied from the bundle's graph.
 """
 
 import math
@@ -8,29 +8,31 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from tide_export import names
 from tide_export.bundle.drafter_field import DrafterInfo, token_ranges
+from tide_export.bundle.file_names import GRAPH_FILE, network_file
 from tide_export.bundle.manifest import INT8_MATMULS, Manifest, Quantization
 from tide_export.compose.drafter import EMBEDDINGS, DrafterPieces, compose_drafter
 from tide_export.errors import DraftError
+from tide_export.graph.rewriting import FLOAT, HALF, replace_value, required
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.drafter import drafter_for_tensorrt
 from tide_export.model.quantized_weights import QuantizedWeights
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import segment_name
 from tide_export.quantize.rounding import round_to_nearest
-from tide_export.trace.rewriting import FLOAT, HALF, present, replace_value
 
-MAX_TOKENS = 2048  # rows of a sequence, at most: a drafter begins anew after these
-ROW_MULTIPLE = 16  # of rows, so that the K/V of each slot begin at an aligned address
+MAX_TOKENS = 2048  # maximum rows of a sequence, after which a drafter starts anew
+ROW_MULTIPLE = 16  # rows are a multiple of it, so that the K/V of each slot start at an aligned address
 QUANTIZATION = Quantization("rtn", bits=4, block_size=16, symmetric=True, accuracy_level=INT8_MATMULS)
 
 
 def rows_for(context: int | None) -> int:
-    """Returns the rows that a drafter has at most, for a model with sequences of `context` tokens."""
+    """Returns the maximum number of rows of a drafter for a model with `context` tokens."""
     return math.ceil(min(context or MAX_TOKENS, MAX_TOKENS) / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None) -> DrafterInfo:
-    """Returns the manifest's entry for a drafter; `record`: how it was made."""
+    """Returns the manifest's entry for a drafter; `record` is the training's provenance."""
     return DrafterInfo(
         weights_sha256,
         token_ranges(pieces.tokens.tolist()),
@@ -44,18 +46,18 @@ def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None
 
 
 def save_drafter(folder: Path, pieces: DrafterPieces, file: Path) -> None:
-    """Writes the network for ONNX Runtime to `file`, which is for the bundle in `folder`."""
+    """Writes the network for ONNX Runtime to `file`, for the bundle in `folder`."""
     model = compose_drafter(pieces)
     lower_for_onnxruntime(model, quantized(pieces))
-    put_before(model, embedding_of(folder / names.GRAPH_FILE, FLOAT))
+    put_before(model, embedding_of(folder / GRAPH_FILE, FLOAT))
     ir.save(model, file)
 
 
 def save_drafter_segment(folder: Path, pieces: DrafterPieces, manifest: Manifest, file: Path) -> None:
-    """Writes the network beside the segment networks to `file`, which is for the bundle in `folder`."""
-    weights = present(manifest.networks).weights
+    """Writes the network that runs with segment networks to `file`, for the bundle in `folder`."""
+    weights = required(manifest.networks).weights
     model = drafter_for_tensorrt(pieces, weights)
-    put_before(model, embedding_of(folder / names.network_file(names.segment(0)), HALF.get(weights, FLOAT)))
+    put_before(model, embedding_of(folder / network_file(segment_name(0)), HALF.get(weights, FLOAT)))
     ir.save(model, file)
 
 
@@ -66,10 +68,10 @@ def quantized(pieces: DrafterPieces, settings: Quantization = QUANTIZATION) -> Q
 
 
 def embedding_of(graph: Path, dtype: ir.DataType) -> ir.Model:
-    """The first nodes of a graph, which make embeddings of type `dtype` of token ids.
+    """Returns the first nodes of a graph, which turn token ids into embeddings of type `dtype`.
 
     Raises:
-        DraftError: they look up more than the ids.
+        DraftError: the graph has no such nodes that read the ids alone.
     """
     model = ir.load(graph)
     shared = {value for value in model.graph.inputs if value.name == names.EMBEDDING}
@@ -96,7 +98,7 @@ def embedding_of(graph: Path, dtype: ir.DataType) -> ir.Model:
 
 
 def put_before(model: ir.Model, embedding: ir.Model) -> None:
-    """Makes `model` read token ids in place of the embeddings that `embedding` makes of them."""
+    """Moves the nodes of `embedding` into `model`, which then reads token ids instead of embeddings."""
     output = embedding.graph.outputs[0]
     graph = model.graph
     (placeholder,) = (value for value in graph.inputs if value.name == EMBEDDINGS)
@@ -111,10 +113,10 @@ def put_before(model: ir.Model, embedding: ir.Model) -> None:
         embedding.graph.initializers.pop(str(weight.name))
         graph.initializers.add(weight)
     replace_value(placeholder, output)
-    graph.insert_before(present(next(iter(graph))), nodes)
+    graph.insert_before(required(next(iter(graph))), nodes)
     shared = [value for value in embedding.graph.inputs if value.name == names.EMBEDDING]
     for value in (ids, *shared):
         embedding.graph.inputs.remove(value)
     graph.inputs.extend(shared)
-    ids.shape = ir.Shape(present(placeholder.shape)[:2])
+    ids.shape = ir.Shape(required(placeholder.shape)[:2])
     graph.inputs[list(graph.inputs).index(placeholder)] = ids

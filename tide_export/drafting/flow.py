@@ -1,5 +1,4 @@
-"""`tide-export draft`: checks everything that takes long to find out otherwise, trains a drafter and writes it into the
-bundle."""
+"""`tide-export draft`: trains a drafter and writes it into the bundle, after checks that it can."""
 
 import logging
 import os
@@ -7,8 +6,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from tide_export.bundle.file_names import MANIFEST_FILE, REPORT_FILE
 from tide_export.bundle.store import put_files, replace_manifest
 from tide_export.calibration.distributed import Processes
+from tide_export.common.files import TEMPORARY, check_writable, failure
+from tide_export.common.progress import stage
 from tide_export.data.sequences import load_tokenizer
 from tide_export.drafting.bundle import check_bundle, write_drafter
 from tide_export.drafting.config import CHANGEABLE, DraftConfig
@@ -18,17 +20,14 @@ from tide_export.drafting.run import Run
 from tide_export.drafting.store import check_settings, check_space
 from tide_export.drafting.target import Target
 from tide_export.errors import DraftError
-from tide_export.files import TEMPORARY, check_writable, failure
 from tide_export.model.source import load_model
-from tide_export.names import MANIFEST_FILE, REPORT_FILE
-from tide_export.progress import stage
 from tide_export.report.drafts import with_drafts
 from tide_export.runtime.engine import load
 from tide_export.tuning.drafter import with_drafter
 
 logger = logging.getLogger("tide_export")
 
-MEASURED_PROMPTS, MEASURED_TOKENS = 12, 64  # that lossless mode is compared with full depth on at the end
+MEASURED_PROMPTS, MEASURED_TOKENS = 12, 64  # for the final comparison of lossless mode with full depth
 
 
 def draft(
@@ -39,21 +38,23 @@ def draft(
     cache: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
 ) -> DraftReport | None:
-    """Trains a drafter for `model` (folder or hub id) on the answers of `bundle`, and writes it into the bundle.
+    """Trains a drafter for `model` on the answers of `bundle` and writes it into the bundle.
 
-    A run that was interrupted goes on when it is started again, with the minutes that are left; so does one that is
-    done, when it is given more minutes.
+    A run that was interrupted resumes with the remaining minutes when it is started again; a finished run resumes when
+    it is given more minutes.
 
     Args:
-        cache: a folder for answers and training, which is kept (a hidden folder beside the bundle, removed at the end).
-        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
+        model: folder or hub id.
+        cache: folder for answers and training state, which is kept; None: a hidden folder beside the bundle, removed
+            at the end.
+        trust_remote_code: run Python code from the model's folder (see `model.source.load_model`).
 
     Returns:
-        The report; None in all but the main one of several processes.
+        The report; None in every process but the main one.
 
     Raises:
-        DraftError: prompts that cannot be used; a model that answers with a token or two; a bundle of another model, or
-            one that cannot have a drafter; a cache of another training; no room on the disk.
+        DraftError: the prompts cannot be used, the model answers with a token or two, the bundle is of another model
+            or cannot hold a drafter, the cache is of another training, or the disk is full.
         TideError: the model or the bundle cannot be read or run.
     """
     config, target_bundle = config or DraftConfig(), Path(bundle).absolute()
@@ -86,7 +87,7 @@ def draft(
     try:
         run.train()
     except KeyboardInterrupt:
-        logger.info("interrupted: the same command goes on from what is in %s", folder)
+        logger.info("interrupted: the same command resumes from %s", folder)
         raise
     finally:
         run.close()
@@ -96,9 +97,9 @@ def draft(
     with stage("writing the drafter"):
         write_drafter(bundle, run.drafter(report.provenance()))
     speed = None
-    if prompts_left := run.prompts(MEASURED_PROMPTS):  # none where each held-out answer is one token
+    if measured_prompts := run.prompts(MEASURED_PROMPTS):  # empty if each held-out answer is one token
         with stage("measuring what drafts gain here"):
-            speed = _measure(bundle, prompts_left, config.temperature, report)
+            speed = _measure(bundle, measured_prompts, config.temperature, report)
     if cache is None:
         shutil.rmtree(folder, ignore_errors=True)
     return replace(report, measured_speed=speed)
@@ -107,8 +108,11 @@ def draft(
 def _measure(
     bundle: str | os.PathLike[str], prompts: list[list[int]], temperature: float, report: DraftReport
 ) -> float:
-    """Stores how lossless mode is to draft here, what mode auto is, and both in the bundle's report; returns the speed
-    over full depth's."""
+    """Stores the drafting settings and the mode of `auto` measured here in the bundle and its report.
+
+    Returns:
+        The speed of lossless mode over full depth's.
+    """
     engine = load(bundle, provider="cpu", verify=False)
     manifest, measured = with_drafter(engine, prompts, temperature, MEASURED_TOKENS)
     page = engine.bundle.path / REPORT_FILE

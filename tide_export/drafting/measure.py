@@ -1,15 +1,13 @@
-"""Measures which drafts held-out answers accept, with the noise that full depth drew them with.
+"""Measures the share of drafts accepted in held-out answers, without running the drafter in a runtime.
 
-Full depth draws `argmax(logits / T + noise)` with Gumbel noise, and a drafter drafts the same of its own logits with
-the same noise (coupled draws). The answers were sampled so, but a measurement need not know their noise: given the
-token that was drawn, the largest sum of logit and noise is again a Gumbel variable, and the sum of each other token is
-one that stays below it (Maddison et al. 2014, https://arxiv.org/abs/1411.0030). Noise drawn from that distribution,
-together with the answer, is distributed as the real pair; so the share of drafts that equal the answer's token
-estimates what a runtime accepts, without bias.
+Full depth samples `argmax(logits / T + noise)` with Gumbel noise, and a drafter drafts by its own logits with the same
+noise (coupled draws). The noise of the stored answers is not needed: given the sampled token, the largest sum of logit
+and noise is again a Gumbel variable, and the sum of each other token is a Gumbel variable truncated at it (Maddison et
+al. 2014, https://arxiv.org/abs/1411.0030). Noise drawn from that distribution is distributed jointly with the answer
+as the real noise, so the share of drafts equal to the answer's token is an unbiased estimate of the acceptance.
 
-Draft `k` is made after `k - 1` of its own that the answer has too: those are the answer's tokens, and only such rows
-are counted. Greedy acceptance compares with the most likely token at the same rows; before it the text is still the
-sampled one, so it is an estimate for text of this kind.
+Draft `k` counts only at rows whose previous `k - 1` drafts equal the answer's tokens. Greedy acceptance compares with
+the most likely token at the same rows; the text before it is the sampled one, so it is an estimate for such text.
 """
 
 from dataclasses import dataclass
@@ -25,21 +23,21 @@ from tide_export.drafting.store import Answer, AnswerStore
 from tide_export.drafting.target import Target
 from tide_export.routers.drafter import CONFIDENCES
 
-DRAFTS = 4  # of a chain, that are measured
+DRAFTS = 4  # measured drafts of a chain
 CHUNK = 256  # positions whose logits are computed at once
-PRIOR = 4.0  # drafts that the middle of an interval counts for, scaled to what all drafts accept
+PRIOR = 4.0  # weight, in drafts, of an interval's middle scaled to the acceptance of all drafts
 TINY = 1e-20
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Shares of drafts that were accepted.
+    """Shares of accepted drafts.
 
     Attributes:
-        sampled: of draft 1, 2, ... at the temperature of the answers, each where the ones before were accepted.
-        greedy: of the same at temperature 0.
-        by_confidence: of first drafts, by the intervals of `CONFIDENCES`.
-        drafts: first drafts that were counted.
+        sampled: share accepted of draft 1, 2, ... whose predecessors were accepted, at the answers' temperature.
+        greedy: likewise at temperature 0.
+        by_confidence: share accepted of first drafts for each interval of `CONFIDENCES`.
+        drafts: number of first drafts counted.
     """
 
     sampled: tuple[float, ...]
@@ -50,35 +48,35 @@ class Acceptance:
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """What full depth makes of each state of an answer; does not depend on the drafter."""
+    """The output of full depth for each state of an answer, independent of the drafter."""
 
     normalizers: torch.Tensor  # log of the sum of exp(logits / T), [S]
     likeliest: torch.Tensor  # token ids, [S]
 
 
 class HeldOut:
-    """The answers that are only measured on."""
+    """The held-out answers, on which drafters are measured."""
 
     def __init__(self, target: Target, store: AnswerStore, temperature: float, seed: int, processes: Processes) -> None:
-        """`seed`: of the noise, which is the same in each measurement."""
+        """Takes the answers of `store`; `seed` makes the noise the same in each measurement."""
         self._target, self._store, self._temperature = target, store, temperature
         self._seed, self._processes = seed, processes
         self._drawn: dict[int, _Drawn] = {}
 
     @property
     def answers(self) -> list[Answer]:
-        """Those that drafts are made for: of two tokens or more."""
+        """The held-out answers with a token to draft: those of at least two tokens."""
         return [answer for answer in self._store.answers if answer.held_out and answer.new_tokens > 1]
 
     @torch.no_grad()
     def measure(self, network: DrafterNetwork, tokens: torch.Tensor, answers: int | None = None) -> Acceptance:
-        """Measures a network on the device that it is on; processes share the answers.
+        """Measures `network` on its own device; processes divide the answers among them.
 
         Args:
-            tokens: of the drafter, [n], ascending.
-            answers: how many are measured on; None: all.
+            tokens: the drafter's tokens, int64 [n], ascending.
+            answers: how many answers to measure on; None: all.
         """
-        counts: NDArray[np.float64] = np.zeros((2, DRAFTS, 2))  # sampled and greedy; accepted and made
+        counts: NDArray[np.float64] = np.zeros((2, DRAFTS, 2))  # sampled and greedy; accepted and drafted
         confident: NDArray[np.float64] = np.zeros((len(CONFIDENCES), 2))
         for answer in self.answers[:answers][self._processes.rank :: self._processes.count]:
             self._count(answer, network, tokens, counts, confident)
@@ -109,7 +107,7 @@ class HeldOut:
         outputs = [rows[0] for rows in network.draft_steps(embeddings[None], states[None], DRAFTS)]
         begin = max(answer.prompt, 1)  # the first draft is for the second new token, at this state
         length = len(states)
-        # By draft and the row that began the chain.
+        # Indexed by draft and by the row at which its chain began.
         accepted = torch.zeros(DRAFTS, length, dtype=torch.bool)
         greedy_text, greedy_likeliest = torch.zeros_like(accepted), torch.zeros_like(accepted)
         for first in range(begin, length, CHUNK):

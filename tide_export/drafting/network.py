@@ -1,9 +1,9 @@
-"""Computes a drafter in PyTorch (`drafter` has the formula): whole sequences for training, rows with a K/V cache as the
-runtime does.
+"""The drafter in PyTorch; `routers.drafter` has the formula.
 
-`draft_steps` trains what `rows` runs: step `k` reads the states that step `k - 1` proposed in place of the model's
-("training-time test" of EAGLE-3, Li et al. 2025, https://arxiv.org/abs/2503.01840), and attends to the rows of the
-model's own states and to the earlier steps of its chain alone.
+`draft_steps` runs whole sequences for training, `rows` runs rows with a K/V cache as the runtime does. Step `k` of
+`draft_steps` reads the states that step `k - 1` proposed in place of the model's ("training-time test" of EAGLE-3, Li
+et al. 2025, https://arxiv.org/abs/2503.01840), and attends only to rows of the model's states and to earlier steps of
+its chain.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from torch.nn import functional
 from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Drafter, Shape
 
 MATRIX_GAIN = 0.7  # initial standard deviation of a matrix, times the root of its inputs
-RESIDUAL_GAIN = 0.3  # of the matrices that write to the residual stream, times that
+RESIDUAL_GAIN = 0.3  # further factor for matrices that write to the residual stream
 FINAL_GAIN = 0.4  # initial final norm, times the root mean square of the model's states
-FIXED = ("center", "scale")  # arrays that are measured, not trained
+FIXED = ("center", "scale")  # measured, not trained
 MASKED = -1e9
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys (after rotation) and values of the rows so far, [kv_heads, rows, HEAD_DIM] each."""
+    """Keys (after rotation) and values of earlier rows, float32 [kv_heads, rows, HEAD_DIM] each."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -36,18 +36,18 @@ class Cache:
         return int(self.keys.shape[1])
 
     def first(self, rows: int) -> "Cache":
-        """The cache without the rows after the first `rows`: undoes drafts."""
+        """Returns the cache of the first `rows` rows, without rejected drafts."""
         return Cache(self.keys[:, :rows], self.values[:, :rows])
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The result of some rows.
+    """The result of running N rows.
 
     Attributes:
-        logits: over the drafter's tokens, [N, n].
-        states: in place of the model's for a further draft, [N, D].
-        cache: with these rows appended.
+        logits: over the drafter's n tokens, float32 [N, n].
+        states: read by the next draft in place of the model's, float32 [N, D].
+        cache: the cache with these rows appended.
     """
 
     logits: torch.Tensor
@@ -56,7 +56,7 @@ class Rows:
 
 
 class DrafterNetwork(nn.Module):
-    """A drafter: its trained arrays are parameters, what is fixed (center, scale, head, bias) buffers."""
+    """A drafter: trained arrays are parameters; center, scale, head and bias are buffers."""
 
     center: torch.Tensor
     scale: torch.Tensor
@@ -76,7 +76,7 @@ class DrafterNetwork(nn.Module):
     def __init__(
         self, shape: Shape, arrays: dict[str, torch.Tensor], head: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        """Takes the arrays of `Shape.arrays`, and the rows of the model's head for the drafter's tokens."""
+        """Takes the arrays of `Shape.arrays` and the rows of the model's head for the drafter's tokens."""
         super().__init__()
         self.shape = shape
         for name in shape.arrays:
@@ -102,8 +102,8 @@ class DrafterNetwork(nn.Module):
         """Returns a network to train.
 
         Args:
-            states: a sample of the model's, [N, D], which center and scale are measured on.
-            seed: of the initial weights.
+            states: a sample of the model's states, [N, D], on which center and scale are measured.
+            seed: seed of the initial weights.
         """
         generator = torch.Generator().manual_seed(seed)
         arrays = {name: torch.ones(size) for name, size in shape.arrays.items()}
@@ -121,7 +121,7 @@ class DrafterNetwork(nn.Module):
         return {name: getattr(self, name).detach().float().cpu().numpy().copy() for name in self.shape.arrays}
 
     def normalized_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns states [..., D] of the model as the network reads them: centered, scaled, clipped."""
+        """Returns the model's states [..., D] centered, scaled and clipped, as the network reads them."""
         return ((states.float() - self.center) / self.scale).clamp(-LIMIT, LIMIT)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -129,18 +129,18 @@ class DrafterNetwork(nn.Module):
         return functional.linear(outputs, self.head, self.bias)
 
     def normalized_outputs(self, residual: torch.Tensor) -> torch.Tensor:
-        """Returns what the head reads of the residual stream [..., D] after the layer."""
+        """Applies the final norm to the residual stream [..., D] after the layer, for the head."""
         return _rms_norm(residual, self.final_norm)
 
     def draft_steps(self, embeddings: torch.Tensor, states: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-        """Yields per draft step the normalized outputs [B, S, D] of all rows of whole sequences.
+        """Yields the normalized outputs [B, S, D] of all rows of whole sequences, for each draft step.
 
         At step `k`, counted from 1, row `i` reads token `i + k` and proposes token `i + k + 1`, after `k - 1` drafts
-        that follow the model's state `i`. Rows whose tokens are beyond the sequence's end hold nothing of use.
+        that follow the model's state `i`. Rows whose tokens are beyond the sequence's end are meaningless.
 
         Args:
-            embeddings: of all tokens, [B, T, E], the first included, T of at most S + 1.
-            states: the model's, [B, S, D].
+            embeddings: embeddings of all tokens including the first, [B, T, E], T <= S + 1.
+            states: the model's states, [B, S, D].
         """
         length = states.shape[1]
         needed = length + steps
@@ -150,7 +150,7 @@ class DrafterNetwork(nn.Module):
         mask = causal.repeat(self.group, 1)
         features = self.normalized_states(states)
         context: Cache | None = None
-        chain: list[Cache] = []  # of the same row at the earlier steps, and at this one
+        chain: list[Cache] = []  # K/V of the same row at earlier steps and this one
         for step in range(1, steps + 1):
             residual = self._fused(embeddings[:, step : step + length], features)
             queries, keys, values = self._heads(residual, step - 1)
@@ -164,12 +164,12 @@ class DrafterNetwork(nn.Module):
 
     @torch.no_grad()
     def rows(self, embeddings: torch.Tensor, states: torch.Tensor, cache: Cache | None = None) -> Rows:
-        """Runs rows that follow those of a cache, as the runtime does.
+        """Runs the next N rows after those of a cache, as the runtime does.
 
         Args:
-            embeddings: of tokens `i + 1`, [N, E], for the rows `i` that follow the cache's.
-            states: before them, [N, D]: the model's, or those of a draft.
-            cache: of the rows before; None: these are the first, of token 1 and state 0.
+            embeddings: embedding of token `i + 1` for each row `i`, [N, E].
+            states: state `i` for each row `i`, the model's or a draft's, [N, D].
+            cache: K/V of the earlier rows; None: the rows start at 0.
         """
         past = 0 if cache is None else cache.rows
         residual = self._fused(embeddings[None], self.normalized_states(states)[None])
@@ -184,7 +184,7 @@ class DrafterNetwork(nn.Module):
 
     @property
     def group(self) -> int:
-        """Query heads of a K/V head."""
+        """The number of query heads per K/V head."""
         return self.shape.heads // self.shape.kv_heads
 
     def _fused(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ class DrafterNetwork(nn.Module):
         """Returns queries [B, kv_heads, group * S, HEAD_DIM], keys and values [B, kv_heads, S, HEAD_DIM].
 
         Args:
-            position: of the first row.
+            position: position of the first row.
         """
         batch, length = residual.shape[:2]
         wide, narrow = self.shape.heads * HEAD_DIM, self.shape.kv_heads * HEAD_DIM
@@ -209,17 +209,17 @@ class DrafterNetwork(nn.Module):
     def _chain_attention(
         self, queries: torch.Tensor, context: Cache, chain: list[Cache], mask: torch.Tensor
     ) -> torch.Tensor:
-        """Attends to the context under the mask, and to the same row of each cache of the chain.
+        """Attends to the context under the mask and to the same row of each cache of the chain.
 
         Returns:
-            [B, S, heads * HEAD_DIM].
+            The attended values, [B, S, heads * HEAD_DIM].
         """
         scores = torch.matmul(queries, context.keys.transpose(-1, -2)).float() + mask
-        own = [
+        chain_scores = [
             (queries * entry.keys.repeat(1, 1, self.group, 1)).sum(-1, keepdim=True, dtype=torch.float32)
             for entry in chain
         ]
-        shares = torch.cat([scores, *own], -1).softmax(-1)
+        shares = torch.cat([scores, *chain_scores], -1).softmax(-1)
         width = scores.shape[-1]
         mixed = torch.matmul(shares[..., :width], context.values).float()
         for number, entry in enumerate(chain):
@@ -240,7 +240,7 @@ def _rms_norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _rotation(position: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cosines and sines of positions, [S, 1, HEAD_DIM] each."""
+    """Returns the cosines and sines of S positions from `position`, [S, 1, HEAD_DIM] each."""
     frequencies = ROTARY_BASE ** -(torch.arange(0, HEAD_DIM, 2, device=device).float() / HEAD_DIM)
     angles = torch.arange(position, position + length, device=device).float()[:, None] * frequencies
     both = torch.cat([angles, angles], -1)[:, None]
@@ -248,6 +248,6 @@ def _rotation(position: int, length: int, device: torch.device) -> tuple[torch.T
 
 
 def _rotated(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [B, S, H, HEAD_DIM] by halves."""
+    """Applies rotary embedding, pairing the halves of each head, to heads [B, S, H, HEAD_DIM]."""
     first, second = heads.chunk(2, -1)
     return heads * cosine + torch.cat([-second, first], -1) * sine

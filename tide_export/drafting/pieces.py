@@ -1,17 +1,16 @@
-"""Makes the graphs of a trained drafter (`routers.drafter` has the formula), which its networks are composed of.
+"""Builds the two graphs of a trained drafter; `routers.drafter` has the formula.
 
-What follows attention is in the second one, which runs over the tokens that draft alone: the other rows end in the K/V
-cache.
+The first ends with attention. The second runs only over rows that draft: all other rows end in the K/V cache.
 """
 
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.compose.builder import Block, Weights
 from tide_export.compose.drafter import DrafterPieces
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_QUANTIZED_MATMUL
+from tide_export.graph.builder import GraphBuilder, Weights
+from tide_export.graph.rewriting import FLOAT, INT64, dims, last_dim, required, typed_value
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_QUANTIZED_MATMUL
 from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Drafter
-from tide_export.trace.rewriting import FLOAT, INT64, dims, last_dim, present, typed_value
 
 BATCH, ROWS = "batch", "rows"
 
@@ -35,34 +34,37 @@ class _Piece:
     def __init__(self, name: str, drafter: Drafter):
         self.drafter, self.shape = drafter, drafter.shape
         self.matrices = drafter.matrices
-        self.block = Block(name, Weights())
+        self.builder = GraphBuilder(name, Weights())
 
     def of(self, inputs: list[ir.Value], outputs: list[ir.Value]) -> ir.Graph:
-        block = self.block
-        weights = list(block.weights.values.values())
-        return ir.Graph(inputs, outputs, nodes=block.nodes, initializers=weights, name=block.prefix)
+        builder = self.builder
+        weights = list(builder.weights.values.values())
+        return ir.Graph(inputs, outputs, nodes=builder.nodes, initializers=weights, name=builder.prefix)
 
     def op(self, op_type: str, inputs: list[ir.Value], width: int, **attributes: float | int) -> ir.Value:
-        return self.block.op(op_type, inputs, attributes, dtype=FLOAT, shape=[BATCH, ROWS, width])
+        return self.builder.op(op_type, inputs, attributes, dtype=FLOAT, shape=[BATCH, ROWS, width])
 
     def array(self, name: str) -> ir.Value:
-        return self.block.weights.float32(name, self.drafter.arrays[name])
+        return self.builder.weights.float32(name, self.drafter.arrays[name])
 
     def matmul(self, x: ir.Value, name: str) -> ir.Value:
         shape = [BATCH, ROWS, len(self.matrices[name])]
         attributes = {"weights": [name]}
-        return self.block.op(OP_QUANTIZED_MATMUL, [x], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
+        return self.builder.op(OP_QUANTIZED_MATMUL, [x], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
 
     def norm(self, x: ir.Value, name: str) -> ir.Value:
         attributes = {"axis": -1, "epsilon": EPSILON}
-        return self.block.op("RMSNormalization", [x, self.array(name)], attributes, dtype=FLOAT, shape=dims(x))
+        return self.builder.op("RMSNormalization", [x, self.array(name)], attributes, dtype=FLOAT, shape=dims(x))
 
     def add(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.block.op("Add", [a, b], dtype=FLOAT, shape=a.shape)
+        return self.builder.op("Add", [a, b], dtype=FLOAT, shape=a.shape)
 
 
 class _Attend(_Piece):
-    """Embeddings, states and positions -> fused [B, S, D] and what attention adds up [B, S, heads * HEAD_DIM]."""
+    """The first graph: fuses embeddings and states, and attends.
+
+    embeddings [B, S, E], states [B, S, D], positions [B, S] -> fused [B, S, D], attended [B, S, heads * HEAD_DIM].
+    """
 
     def __init__(self, drafter: Drafter, max_tokens: int):
         super().__init__("attend", drafter)
@@ -79,13 +81,13 @@ class _Attend(_Piece):
         width = self.shape.state
         centered = self.op("Sub", [states, self.array("center")], width)
         scaled = self.op("Div", [centered, self.array("scale")], width)
-        low, high = (self.block.weights.float32(f"limit_{n}", np.array(n)) for n in (-LIMIT, LIMIT))
+        low, high = (self.builder.weights.float32(f"limit_{n}", np.array(n)) for n in (-LIMIT, LIMIT))
         clipped = self.op("Clip", [scaled, low, high], width)
         both = [self.norm(embeddings, "embedding_norm"), self.norm(clipped, "state_norm")]
         return self.matmul(self.op("Concat", both, self.shape.embedding + width, axis=-1), "fuse")
 
     def _attention(self, z: ir.Value) -> ir.Value:
-        heads, kv_heads, block = self.shape.heads, self.shape.kv_heads, self.block
+        heads, kv_heads, builder = self.shape.heads, self.shape.kv_heads, self.builder
         h = self.norm(z, "attention_norm")
         query, key, value = (self._heads(self.matmul(h, name)) for name in "qkv")
         inputs = [self._rotated(query, heads), self._rotated(key, kv_heads), value]
@@ -97,31 +99,31 @@ class _Attend(_Piece):
             "scale": HEAD_DIM**-0.5,
         }
         shape = [BATCH, ROWS, heads, HEAD_DIM]
-        attended = block.op(OP_ATTENTION, inputs, attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
-        merge = block.weights.integers("merge_heads", [0, 0, -1])
+        attended = builder.op(OP_ATTENTION, inputs, attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
+        merge = builder.weights.integers("merge_heads", [0, 0, -1])
         return self.op("Reshape", [attended, merge], heads * HEAD_DIM)
 
     def _heads(self, value: ir.Value) -> ir.Value:
-        """[B, heads, S, HEAD_DIM] of [B, S, heads * HEAD_DIM]."""
-        heads = present(last_dim(value)) // HEAD_DIM
-        split = self.block.weights.integers(f"split_{heads}", [0, 0, heads, HEAD_DIM])
-        value = self.block.op("Reshape", [value, split], dtype=FLOAT, shape=[BATCH, ROWS, heads, HEAD_DIM])
+        """Splits [B, S, heads * HEAD_DIM] into [B, heads, S, HEAD_DIM]."""
+        heads = required(last_dim(value)) // HEAD_DIM
+        split = self.builder.weights.integers(f"split_{heads}", [0, 0, heads, HEAD_DIM])
+        value = self.builder.op("Reshape", [value, split], dtype=FLOAT, shape=[BATCH, ROWS, heads, HEAD_DIM])
         shape = [BATCH, heads, ROWS, HEAD_DIM]
-        return self.block.op("Transpose", [value], {"perm": [0, 2, 1, 3]}, dtype=FLOAT, shape=shape)
+        return self.builder.op("Transpose", [value], {"perm": [0, 2, 1, 3]}, dtype=FLOAT, shape=shape)
 
     def _rotated(self, value: ir.Value, heads: int) -> ir.Value:
         frequencies = ROTARY_BASE ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         angles = np.outer(np.arange(self.max_tokens), frequencies)
         tables = [
-            self.block.weights.float32(f"rotary_{name}", function(angles))
+            self.builder.weights.float32(f"rotary_{name}", function(angles))
             for name, function in (("cos", np.cos), ("sin", np.sin))
         ]
         inputs = [value, *tables, self.positions]
-        return self.block.op("RotaryEmbedding", inputs, dtype=FLOAT, shape=[BATCH, heads, ROWS, HEAD_DIM])
+        return self.builder.op("RotaryEmbedding", inputs, dtype=FLOAT, shape=[BATCH, heads, ROWS, HEAD_DIM])
 
 
 class _Propose(_Piece):
-    """What `_Attend` gives -> logits and next states."""
+    """The second graph: the outputs of `_Attend` -> logits [B, S, n] and next states [B, S, D]."""
 
     def __init__(self, drafter: Drafter):
         super().__init__("propose", drafter)
@@ -134,7 +136,7 @@ class _Propose(_Piece):
         z = self.add(z, self.matmul(self._gated(self.norm(z, "mlp_norm")), "down"))
         logits = self.matmul(self.norm(z, "final_norm"), "head")
         if self.drafter.bias is not None:
-            logits = self.add(logits, self.block.weights.float32("bias", self.drafter.bias))
+            logits = self.add(logits, self.builder.weights.float32("bias", self.drafter.bias))
         scaled = self.op("Mul", [z, self.array("scale")], shape.state)
         return self.of([fused, attended], [logits, self.add(scaled, self.array("center"))])
 

@@ -1,4 +1,4 @@
-"""Chooses and encodes the prompts whose answers a drafter is trained on, and those whose answers it is measured on."""
+"""Chooses and encodes the prompts whose answers a drafter is trained or measured on."""
 
 import hashlib
 import logging
@@ -10,23 +10,23 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tide_export.calibration.self_generated import encode_prompt
+from tide_export.common.prompt_files import read_prompts
 from tide_export.drafting.config import DraftConfig
 from tide_export.drafting.shipped_prompts import shipped_prompts
 from tide_export.errors import DatasetError, DraftError, GenerationError
-from tide_export.runtime.tokenizer import read_prompts
 
 logger = logging.getLogger("tide_export")
 
 MAX_PROMPT_TOKENS = 512
 MAX_PROMPTS = 20_000
-HELD_OUT_PROMPTS = 100  # at most; also the most answers that acceptance is measured on
-HELD_OUT_SHARE = 0.1  # of the prompts, or of the forms of shipped ones, at most
-HELD_OUT_EVERY = 10  # until there are as many as wanted, every tenth answer is held out
+HELD_OUT_PROMPTS = 100  # maximum; also the maximum number of answers that acceptance is measured on
+HELD_OUT_SHARE = 0.1  # maximum share of the prompts, or of the forms of shipped prompts
+HELD_OUT_EVERY = 10  # every tenth answer is held out, until there are enough
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to answer: its token ids, the seed of the answer, whether the answer is never trained on."""
+    """A prompt to answer: token ids, the seed of the answer, whether the answer is held out."""
 
     number: int
     ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Request:
 
 
 class Prompts:
-    """Prompts in random order. The answers to some are never trained on, however often they are answered."""
+    """Prompts in random order, some of which are held out: their answers are never trained on."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class Prompts:
         seed: int,
         forms: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes different texts, two or more.
+        """Takes at least two different texts.
 
         Args:
-            limit: tokens of a prompt at most; longer ones are passed over.
-            seed: of the order and the answers.
-            forms: that texts were filled from: answers to others of a form say little of answers to new prompts, so all
-                of a form are held out, or none. None: each text is one of its own.
+            limit: maximum tokens of a prompt; longer prompts are skipped.
+            seed: seed of the order and the answers.
+            forms: text -> the form that it was filled from. All texts of a form are held out, or none, because answers
+                to texts of one form are alike. None: each text has its own form.
         """
         self._tokenizer, self._limit, self._seed = tokenizer, limit, seed
         shuffled = random.Random(seed).sample(texts, len(texts))
@@ -66,23 +66,23 @@ class Prompts:
 
     @property
     def sha256(self) -> str:
-        """Over all of them, in order."""
+        """The hash of all texts in order."""
         texts = (*self._held_out, *self._training)
         return hashlib.sha256(b"".join(text.encode() + b"\0" for text in texts)).hexdigest()
 
     def request(self, number: int) -> Request:
-        """Returns the request of answer `number`, from 0: the prompts in turn, each time with another seed.
+        """Returns request `number`, from 0: the prompts in order and repeated, each time with another seed.
 
         Raises:
-            DraftError: no prompt has a number of tokens that can be used; the chat template refuses one.
+            DraftError: every prompt is empty or too long, or the chat template refuses one.
         """
-        turn, rest = divmod(number, HELD_OUT_EVERY)
-        held_out = rest == 0 and turn < HELD_OUT_PROMPTS
-        ids = self._ids(self._held_out, turn) if held_out else self._ids(self._training, number)
+        group, rest = divmod(number, HELD_OUT_EVERY)
+        held_out = rest == 0 and group < HELD_OUT_PROMPTS
+        ids = self._ids(self._held_out, group) if held_out else self._ids(self._training, number)
         return Request(number, ids, self._seed * 1_000_003 + number, held_out)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a prompt, none where there are more than the limit.
+        """Returns the tokens of a prompt; empty if there are more than the limit.
 
         Raises:
             DraftError: the chat template refuses it.
@@ -95,18 +95,18 @@ class Prompts:
             self._encoded[text] = ids if len(ids) <= self._limit else ()
         return self._encoded[text]
 
-    def _ids(self, texts: Sequence[str], place: int) -> tuple[int, ...]:
+    def _ids(self, texts: Sequence[str], start: int) -> tuple[int, ...]:
         for step in range(len(texts)):
-            if ids := self.encode(texts[(place + step) % len(texts)]):
+            if ids := self.encode(texts[(start + step) % len(texts)]):
                 return ids
         raise DraftError(f"none of {len(texts)} prompts has 1 to {self._limit} tokens")
 
 
 def check_prompts(config: DraftConfig) -> list[str] | None:
-    """Reads the prompts of the user's file; None where shipped ones are used.
+    """Reads the distinct prompts of the user's file; None: shipped prompts are used.
 
     Raises:
-        DraftError: it cannot be read, holds no prompt or only one.
+        DraftError: the file cannot be read, or holds fewer than two prompts.
     """
     if config.prompts is None:
         return None
@@ -122,14 +122,14 @@ def check_prompts(config: DraftConfig) -> list[str] | None:
 def choose_prompts(
     texts: list[str] | None, tokenizer: PreTrainedTokenizerBase, config: DraftConfig, context: int | None
 ) -> Prompts:
-    """Makes `Prompts` of the user's, without those that are too long, which a warning counts; or of shipped ones.
+    """Returns the user's prompts, or shipped ones; warns of prompts that are left out as too long.
 
     Args:
-        texts: of `check_prompts`.
-        context: tokens that the model takes; None: any number.
+        texts: the result of `check_prompts`.
+        context: the model's maximum number of tokens; None: unlimited.
 
     Raises:
-        DraftError: fewer than two of the user's can be used, or the chat template refuses one.
+        DraftError: fewer than two of the user's prompts can be used, or the chat template refuses one.
     """
     limit = MAX_PROMPT_TOKENS if context is None else min(MAX_PROMPT_TOKENS, context // 2)
     if texts is None:
@@ -137,7 +137,7 @@ def choose_prompts(
         if not chat:
             logger.info(
                 "the model has no chat template: it continues shipped beginnings of texts and code; --prompts with "
-                "text as it will be given makes better drafts"
+                "text like that of its users gives better drafts"
             )
         forms = shipped_prompts(config.seed, MAX_PROMPTS, chat)
         return Prompts(list(forms), tokenizer, limit, config.seed, forms)

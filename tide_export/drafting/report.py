@@ -1,29 +1,30 @@
-"""Says what the training of a drafter reached: a table, and JSON."""
+"""Reports the result of a drafter's training as a table and JSON."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tide_export.common.formatting import table
+from tide_export.common.progress import duration
 from tide_export.drafting.measure import Acceptance
-from tide_export.formatting import table
-from tide_export.progress import duration
 from tide_export.routers.drafter import CONFIDENCES
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """The result of a training.
+    """The result of a drafter's training.
 
     Attributes:
-        bundle: the folder that has the drafter now.
-        settings: as given, with the model's hash.
-        minutes: spent, all runs together.
-        answers: of the model, the held-out ones included.
-        tokens: different tokens of answers that were learned from.
-        trained_tokens: all that were learned from, repeated ones counted again.
-        held_out: answers that were measured on.
-        acceptance: on these.
-        speed: expected over full depth at the temperature of the answers, and greedily.
-        measured_speed: of lossless mode over full depth's at that temperature, after prompts of held-out answers.
+        bundle: folder that holds the drafter now.
+        settings: the settings given, with the model's hash.
+        minutes: time spent by all runs together.
+        answers: number of answers, including held-out ones.
+        tokens: number of answer tokens trained on.
+        trained_tokens: the same, counting repetitions.
+        held_out: number of answers measured on.
+        acceptance: share of drafts accepted in held-out answers.
+        speed: expected speed over full depth, at the answers' temperature and greedy.
+        measured_speed: speed of lossless mode over full depth at that temperature, on held-out prompts; None: not
+            measured.
     """
 
     bundle: str
@@ -41,11 +42,11 @@ class DraftReport:
         return asdict(self)
 
     def provenance(self) -> dict[str, Any]:
-        """What a bundle keeps of it."""
+        """Returns the part of the report that the bundle's manifest keeps."""
         return {name: value for name, value in self.as_dict().items() if name not in ("bundle", "measured_speed")}
 
     def render(self) -> str:
-        """Returns the report as two tables, one line per draft and per interval of confidence."""
+        """Returns the report as two tables: a line per draft, and a line per interval of confidence."""
         temperature = f"T {self.settings['temperature']:g}"
         pairs = zip(self.acceptance.sampled, self.acceptance.greedy, strict=True)
         rows = [[f"draft {n}", f"{100 * a:.1f} %", f"{100 * b:.1f} %"] for n, (a, b) in enumerate(pairs, 1)]

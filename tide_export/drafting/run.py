@@ -1,6 +1,6 @@
-"""One run of a training: rounds of answers, training and measurement, kept in a cache from which the next run goes on.
+"""Runs rounds of answering, training and measurement, with a cache from which the next run resumes.
 
-Of several processes (`torchrun`) each makes and keeps answers, and all train together, on the sum of their gradients.
+With several processes (`torchrun`), each generates and stores answers, and all train together on summed gradients.
 """
 
 import json
@@ -17,6 +17,7 @@ import torch
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS
 from tide_export.bundle.opened import Bundle
 from tide_export.calibration.distributed import Processes
+from tide_export.common.progress import duration, stage
 from tide_export.drafting import schedule
 from tide_export.drafting.answers import Answerer
 from tide_export.drafting.checkpoint import Checkpoint
@@ -31,19 +32,18 @@ from tide_export.drafting.target import Target
 from tide_export.drafting.training import Trainer
 from tide_export.drafting.vocabulary import frequent_tokens
 from tide_export.errors import DraftError
-from tide_export.progress import duration, stage
 from tide_export.routers.drafter import Drafter, Shape
 from tide_export.runtime.engine import Engine, load
 
 logger = logging.getLogger("tide_export")
 
-SAVE_SECONDS = 120.0  # of training between two states to resume from
-SAMPLED_ANSWERS, SAMPLED_STATES = 300, 20_000  # that center and scale are measured on
-ROUND_ANSWERS = 40  # that acceptance is measured on after a round; on all held-out ones after the last
+SAVE_SECONDS = 120.0  # training time between saved states
+SAMPLED_ANSWERS, SAMPLED_STATES = 300, 20_000  # for measuring center and scale
+ROUND_ANSWERS = 40  # for measuring acceptance after a round; the last round uses all held-out answers
 
 
 class Run:
-    """The answers, the training and what they have reached."""
+    """One run of a drafter's training: its answers, trainer and measurements."""
 
     def __init__(
         self, opened: Bundle, target: Target, prompts: Prompts, config: DraftConfig, folder: Path, processes: Processes
@@ -62,14 +62,14 @@ class Run:
         self._measured: list[tuple[int, float]] = []
         self._acceptance: Acceptance | None = None
         self._round: Round | None = None
-        self._answering = True  # whether the round is not at its training yet
-        self._finished: float | None = None  # minutes that the training was given, once it is done
+        self._answering = True  # whether the round has not begun to train
+        self._finished: float | None = None  # minutes of the finished training
 
     def close(self) -> None:
         self._store.close()
 
     def train(self) -> None:
-        """Does the rounds that are left."""
+        """Runs the remaining rounds."""
         self._resume()
         total = 60 * self._config.minutes
         if self._finished is not None and self._config.minutes <= self._finished:
@@ -82,7 +82,7 @@ class Run:
                 self._do_round(total, progress)
 
     def prompts(self, count: int) -> list[list[int]]:
-        """Returns the prompts of the first held-out answers, at most `count`."""
+        """Returns the token ids of the first held-out prompts, at most `count`."""
         return [answer.ids[: answer.prompt].tolist() for answer in self._held_out.answers[:count]]
 
     def drafter(self, provenance: dict[str, Any]) -> Drafter:
@@ -101,7 +101,7 @@ class Run:
         )
 
     def report(self, bundle: str, settings: dict[str, Any]) -> DraftReport:
-        """Says what was reached, after `train`."""
+        """Returns the report, after `train`."""
         trainer, acceptance = self._result()
         answers = self._store.answers
         return DraftReport(
@@ -162,7 +162,7 @@ class Run:
         progress.reached(self._seconds())
 
     def _next_round(self, total: float) -> Round:
-        """Plans a round, as the main process does."""
+        """Plans the next round on the main process."""
 
         def planned() -> str:
             spent, enough = self._spent(), False
@@ -172,19 +172,17 @@ class Run:
                 gain = schedule.gain_left(self._measured, share)
                 enough = gain < schedule.MIN_GAIN
                 if enough and not first.last:
-                    logger.info(
-                        "the time that is left would gain %.1f %% of speed: the last round", 100 * max(gain, 0.0)
-                    )
+                    logger.info("the remaining time would gain %.1f %% of speed: the last round", 100 * max(gain, 0.0))
             return json.dumps(asdict(schedule.next_round(spent, total, enough)))
 
         return Round(**json.loads(self._processes.from_main(planned)))
 
     def _answer(self, until: float, total: float, progress: "_Progress") -> None:
         store = self._store
-        if store.seconds < until or not store.own:
+        if store.seconds < until or not store.answered:
             answerer = Answerer(self._loaded_engine(), self._prompts, store, self._config)
             checked = False
-            while store.seconds < until or not store.own:
+            while store.seconds < until or not store.answered:
                 answerer.answer_batch(until - store.seconds)
                 progress.reached(self._seconds())
                 if not checked:
@@ -206,10 +204,10 @@ class Run:
         return self._engine
 
     def _check_room(self, total: float) -> None:
-        """Compares the free space with what the states will need, by those of the first answers.
+        """Checks that the disk has room for all states, extrapolated from the first answers.
 
         Raises:
-            DraftError: it is less.
+            DraftError: it has not.
         """
         store = self._store
         stored = sum(answer.states for answer in store.answers if answer.process == store.rank)
@@ -218,14 +216,14 @@ class Run:
         check_space(self._folder, int(needed), f"the answers of {duration(total)}")
 
     def _new_trainer(self, tokens: np.ndarray | None = None) -> Trainer:
-        """Makes a training of the tokens that are frequent in the answers so far, or of given ones."""
+        """Returns a trainer for `tokens`, by default the most frequent ones in the answers so far."""
         target, store, seed = self._target, self._store, self._config.seed
         if tokens is None:
             tokens = frequent_tokens(store.answers, self._config.vocabulary, target.vocabulary)
         token_ids = torch.from_numpy(tokens).to(target.head.device)
         generator = np.random.default_rng(seed)
-        some = generator.permutation(len(store.answers))[:SAMPLED_ANSWERS]
-        states = torch.cat([store.states(store.answers[place]) for place in some])
+        sample = generator.permutation(len(store.answers))[:SAMPLED_ANSWERS]
+        states = torch.cat([store.states(store.answers[index]) for index in sample])
         states = states[torch.from_numpy(generator.permutation(len(states))[:SAMPLED_STATES])].float()
         shape = Shape.of(target.head.shape[1], target.embeddings.shape[1])
         bias = None if target.bias is None else target.bias[token_ids]
@@ -302,11 +300,11 @@ class Run:
         acceptance = state["acceptance"]
         self._acceptance = None if acceptance is None else Acceptance(**acceptance)
         self._finished = state["finished"]
-        logger.info("going on after %s, from %s", duration(self._seconds()), self._folder)
+        logger.info("resuming after %s, from %s", duration(self._seconds()), self._folder)
 
 
 class _Progress:
-    """Tells a stage how many seconds of the budget are over, after the `seconds` of earlier runs."""
+    """Advances a stage to the seconds of the budget spent, beyond the `seconds` of earlier runs."""
 
     def __init__(self, advance: Callable[[float], Any], seconds: float) -> None:
         self._advance, self._seconds = advance, seconds

@@ -1,11 +1,11 @@
-"""Divides the time between answers and training, in rounds; learning rate; expected speed; when more gains little.
+"""Divides the time of a drafter's training between answering and training, in rounds.
 
-Two passes over the answers are aimed at: an acceptance grows with the text that is not repeated. Answers come early and
-training late: when a share `x` of the time is over, `x (2 - x)` of all answers shall be there.
+The training makes two passes over the answers: acceptance grows with text that is not repeated. Answers come early and
+training late: after a share `x` of the time, `x (2 - x)` of all answers are there.
 
-A round ends with a measurement. The expected speed grows about linearly with the logarithm of the tokens learned from,
-so a line through the last measurements says what the time that is left would gain. Where that is less than `MIN_GAIN`,
-or the time is over, the last round begins, in which the learning rate falls to its end.
+A round ends with a measurement. The expected speed grows about linearly with the logarithm of the trained tokens, so a
+line through the last measurements predicts the gain of the remaining time. When that is less than `MIN_GAIN`, or the
+time is over, the last round begins, in which the learning rate decays to its final value.
 """
 
 import math
@@ -18,33 +18,33 @@ import numpy as np
 ROUNDS = 8
 MAX_ROUND_SECONDS = 1200.0
 PASSES = 2
-FIRST_ANSWER_SHARE = 0.55  # of the time, before speeds are measured
-MAX_ANSWER_SHARE = 0.8  # of a round
-TRAINED_STEPS = 3  # draft steps of most of the training
+FIRST_ANSWER_SHARE = 0.55  # share of the time, before speeds are measured
+MAX_ANSWER_SHARE = 0.8  # share of a round
+TRAINED_STEPS = 3  # draft steps in most of the training
 WARM_UP = 20  # steps
-DECAY = 0.75  # of the training, at its end, has a falling rate
+DECAY = 0.75  # share of the training, at its end, over which the rate decays
 FINAL_RATE = 0.03
-LAST_SHARE = 0.25  # of the training so far: the length of the last round of one that ends early
-MIN_GAIN = 0.005  # of speed: training ends early when the time that is left would gain less
-FITTED = 4  # measurements that the line goes through, at most; 3 are needed
+LAST_SHARE = 0.25  # length of the last round of a training that ends early, as a share of the training so far
+MIN_GAIN = 0.005  # training ends early when the remaining time would gain a smaller share of speed
+FITTED = 4  # maximum measurements that the line is fitted to; 3 are needed
 MAX_DRAFTS = 16
-DRAFT_COST = 0.07  # of a draft, in steps, where none was measured
-VERIFIED = (1, 2, 4, 8, 16)  # drafts of a bundle's `verify_costs`
+DRAFT_COST = 0.07  # cost of a draft in steps, unless measured
+VERIFIED = (1, 2, 4, 8, 16)  # numbers of drafts of a bundle's `verify_costs`
 
 
 def now() -> float:
-    """Returns seconds of a clock that only runs forward."""
+    """Returns the seconds of a monotonic clock."""
     return time.monotonic()
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What was done so far, of the main process.
+    """The time that the main process spent so far, and its work.
 
     Attributes:
         answering, training, measuring: seconds.
-        answer_tokens: new tokens of all processes' answers.
-        trained_rows: of all draft steps.
+        answer_tokens: new tokens in the answers of all processes.
+        trained_rows: rows trained on, summed over all draft steps.
     """
 
     answering: float
@@ -60,12 +60,12 @@ class Spent:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round shall do.
+    """The plan of a round.
 
     Attributes:
-        answer_until, train_until: seconds of answering and training in all at its end.
-        train_total: expected seconds of training in all at the end of the last round.
-        last: whether it is that one.
+        answer_until, train_until: total seconds of answering and of training at its end.
+        train_total: expected total seconds of training after the last round.
+        last: whether this round is the last.
     """
 
     answer_until: float
@@ -78,7 +78,7 @@ def next_round(spent: Spent, total: float, enough: bool) -> Round:
     """Plans the next round of a training that has `total` seconds.
 
     Args:
-        enough: more text gains too little: this round is the last.
+        enough: whether more text gains too little, so that this round is the last.
     """
     left = max(0.0, total - spent.seconds)
     length = min(total / ROUNDS, MAX_ROUND_SECONDS)
@@ -100,7 +100,7 @@ def next_round(spent: Spent, total: float, enough: bool) -> Round:
 
 
 def answer_share(spent: Spent) -> float:
-    """Returns the share of the time in which answers are made so that `PASSES` over them fill the rest."""
+    """Returns the share of the time for answers such that `PASSES` passes over them fill the rest."""
     if not spent.answering or not spent.training or not spent.answer_tokens or not spent.trained_rows:
         return FIRST_ANSWER_SHARE
     answer = spent.answering / spent.answer_tokens
@@ -109,19 +109,24 @@ def answer_share(spent: Spent) -> float:
 
 
 def rate(step: int, progress: float) -> float:
-    """Returns the factor of the learning rates: a warm-up, constant, then a linear decay."""
+    """Returns the factor of the learning rates: linear warm-up, constant, linear decay.
+
+    Args:
+        progress: share of the training that is done.
+    """
     falling = min(1.0, max(FINAL_RATE, (1 - progress) / DECAY))
     return min(1.0, (step + 1) / WARM_UP) * falling
 
 
 def expected_speed(acceptance: Sequence[float], verify_costs: Sequence[float], draft_cost: float = DRAFT_COST) -> float:
-    """Returns the best expected speed, over full depth, of runs that all verify the same number of drafts, 1 or more.
+    """Returns the expected speed over full depth at the best fixed number of drafts, at least 1.
 
-    A runtime that drafts on only where it is confident is faster, and one that drafts where it pays never below 1.
+    A runtime that stops drafting when it is not confident is faster, and never slower than 1.
 
     Args:
-        acceptance: of draft 1, 2, ..., each where the ones before were accepted; later ones are as the last.
-        verify_costs: of verifying `VERIFIED` drafts, in steps, on top of one.
+        acceptance: share accepted of draft 1, 2, ... whose predecessors were accepted; later drafts have the last.
+        verify_costs: additional cost of verifying `VERIFIED` drafts, in steps.
+        draft_cost: cost of a draft, in steps.
     """
     speeds, tokens, chance = list[float](), 1.0, 1.0
     for drafts in range(1, MAX_DRAFTS + 1):
@@ -132,11 +137,11 @@ def expected_speed(acceptance: Sequence[float], verify_costs: Sequence[float], d
 
 
 def gain_left(measured: Sequence[tuple[int, float]], spent_share: float) -> float:
-    """Returns the relative gain of speed that the time left would bring, by a line through the last measurements.
+    """Returns the relative gain of speed that the remaining time is predicted to bring.
 
     Args:
-        measured: tokens learned from and expected speed, after each round.
-        spent_share: of the training.
+        measured: trained tokens and expected speed after each round.
+        spent_share: share of the training that is done.
     """
     if len(measured) < 3:
         return math.inf

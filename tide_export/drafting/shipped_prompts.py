@@ -1,4 +1,4 @@
-"""Expands the shipped prompts (`prompts.toml`): questions, code, edits, translations and more, the same for a seed."""
+"""Expands the forms in `prompts.toml` into prompts: questions, code, edits, translations and more."""
 
 import random
 import re
@@ -38,7 +38,7 @@ def shipped_prompts(seed: int, count: int, chat: bool) -> dict[str, str]:
 
 
 def _filled(form: str, words: Mapping[str, Sequence[str]], generator: random.Random, chosen: dict[str, str]) -> str:
-    """Replaces the placeholders of a form; `chosen` has what is decided, and gets what is decided here."""
+    """Fills the placeholders of a form, from `chosen` or at random, and adds the new choices to it."""
 
     def value(match: re.Match[str]) -> str:
         name, key = match[1], match[0]
@@ -56,7 +56,7 @@ def _filled(form: str, words: Mapping[str, Sequence[str]], generator: random.Ran
 
 
 def _paragraph(words: Mapping[str, Any], generator: random.Random, chosen: dict[str, str]) -> str:
-    """Returns sentences about one person, whose name is chosen here where the form did not yet name it."""
+    """Returns sentences about one person: the one that the form names, or a random one."""
     chosen.setdefault("{name}", generator.choice(words["name"]))
     person = {"{name}": chosen["{name}"]}
     count = generator.randint(*SENTENCES)

@@ -1,7 +1,7 @@
-"""Keeps answers and the model's states on the disk, append-only, so that a run that was killed loses one batch at most.
+"""Stores answers and the model's states on disk; a killed run loses at most one batch.
 
-Each process appends to a file of states, bfloat16 [positions, D], and then adds a line to its index, JSON. What comes
-after the states of the last complete line is removed when the files are opened again.
+Each process appends to a file of states, bfloat16 [positions, D], and then a line to its JSON index. Opening the files
+removes what follows the states of the last complete line.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from tide_export.common.files import failure, replace_files
+from tide_export.common.formatting import size
 from tide_export.drafting.prompts import Request
 from tide_export.errors import DraftError
-from tide_export.files import failure, replace_files
-from tide_export.formatting import size
 
 SETTINGS_FILE = "settings.json"
 STATE_BYTES = 2
-SPARE_BYTES = 200_000_000  # for states to resume from, and the drafter
+SPARE_BYTES = 200_000_000  # for the trainer's state and the drafter
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +31,12 @@ class Answer:
     """A prompt with its answer.
 
     Attributes:
-        number: of the request.
-        ids: the tokens of prompt and answer, int32.
-        prompt: tokens of the prompt.
-        held_out: whether it is only measured on.
-        process: whose file has the states.
-        offset: of the first in it; there is one of each token but the last.
+        number: number of the request.
+        ids: token ids of prompt and answer, int32 [n].
+        prompt: number of prompt tokens.
+        held_out: whether it is measured on and not trained on.
+        process: rank of the process whose file has the states.
+        offset: index of the first state in that file; each token but the last has one.
     """
 
     number: int
@@ -56,21 +56,27 @@ class Answer:
 
 
 class AnswerStore:
-    """The answers in a folder: this process appends its own and reads those of all."""
+    """The answers in a folder: a process appends its answers and reads those of all processes.
+
+    Attributes:
+        answers: all answers read so far, by number.
+        answered: number of answers of this process.
+        seconds: time in which this process generated them.
+    """
 
     def __init__(self, folder: Path, width: int, rank: int = 0, count: int = 1) -> None:
-        """Opens the files of process `rank` of `count`, which may be new.
+        """Opens or creates the files of process `rank` of `count`.
 
         Args:
-            width: of a state.
+            width: size of a state, D.
 
         Raises:
-            DraftError: they cannot be opened, or are damaged.
+            DraftError: the files cannot be opened, or are damaged.
         """
         self.folder, self.width, self.rank, self.count = folder, width, rank, count
         self.answers: list[Answer] = []
-        self.seconds = 0.0  # this process generated, in all
-        self.own = 0  # answers of this process
+        self.seconds = 0.0
+        self.answered = 0
         self._read: dict[int, int] = {}  # bytes of each index that were read
         self._maps: dict[int, np.ndarray] = {}
         try:
@@ -83,10 +89,14 @@ class AnswerStore:
         self.reload()
 
     def append(self, answered: Sequence[tuple[Request, Sequence[int], np.ndarray]], seconds: float) -> None:
-        """Adds answers: requests, new tokens and states, float32.
+        """Appends answers.
+
+        Args:
+            answered: the request, new tokens and states, float32 [tokens - 1, D], of each answer.
+            seconds: time in which they were generated.
 
         Raises:
-            DraftError: they cannot be written, as where the disk is full; the cache is as it was.
+            DraftError: they cannot be written; the cache is unchanged.
         """
         entries, states = list[dict[str, Any]](), list[bytes]()
         for request, tokens, values in answered:
@@ -115,7 +125,7 @@ class AnswerStore:
         self._end = end
 
     def reload(self) -> None:
-        """Reads what all processes have added.
+        """Reads the answers that all processes have appended.
 
         Raises:
             DraftError: an index cannot be read or is damaged.
@@ -151,7 +161,7 @@ class AnswerStore:
         return self.folder / f"{kind}-{process}.{'jsonl' if kind == 'answers' else 'bf16'}"
 
     def _repair(self) -> int:
-        """Removes what an interrupted `append` left; returns the positions that the index has."""
+        """Removes the remains of an interrupted `append`; returns the number of states in the index."""
         index, states = self._file("answers", self.rank), self._file("states", self.rank)
         content = index.read_bytes() if index.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
@@ -176,7 +186,7 @@ class AnswerStore:
                 self.answers.append(Answer(one["number"], ids, one["prompt"], one["held_out"], process, offset))
             if process == self.rank:
                 self.seconds += float(entry["seconds"])
-                self.own += len(answers)
+                self.answered += len(answers)
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged() from error
 
@@ -204,10 +214,10 @@ def _append(stream: Any, content: bytes) -> None:
 
 
 def check_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Makes a cache for a training with `settings`, or compares those of the one that is there.
+    """Creates a cache for a training with `settings`, or compares the settings of an existing one.
 
     Raises:
-        DraftError: the folder cannot be written, or is the cache of another training.
+        DraftError: the folder cannot be written, or holds another training.
     """
     file = folder / SETTINGS_FILE
     try:
@@ -234,13 +244,13 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Compares the free space on the disk of `folder` with what the answers need, and the state of the training.
+    """Checks that the disk of `folder` has room for `needed` bytes and the trainer's state.
 
     Raises:
-        DraftError: it is less.
+        DraftError: it has not; the sentence says that `what` needs the space.
     """
-    present = next(entry for entry in (folder, *folder.parents) if entry.exists())
-    needed, free = needed + SPARE_BYTES, shutil.disk_usage(present).free
+    existing = next(entry for entry in (folder, *folder.parents) if entry.exists())
+    needed, free = needed + SPARE_BYTES, shutil.disk_usage(existing).free
     if free < needed:
         raise DraftError(
             f"{what} need about {size(needed)} in {folder}, and {size(free)} are free: name a folder on another disk "

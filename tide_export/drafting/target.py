@@ -1,8 +1,7 @@
-"""Takes from the source model what a drafter reads of it: embeddings, and the head's matrix and bias.
+"""Extracts the tensors that a drafter shares with its model: embeddings, head matrix and bias.
 
-Logits are computed by that matrix alone. A constant factor of the logits (as of Granite and Cohere) is found by running
-the head, and multiplied into the rows; a soft cap (as of Gemma 2) is left out: it keeps the order of the tokens and
-changes probabilities little, and drafts are only proposals.
+A constant factor of the logits (Granite, Cohere) is measured by running the head and multiplied into the matrix. A
+soft cap (Gemma 2) is omitted: it keeps the order of the tokens, and drafts are only proposals.
 """
 
 from dataclasses import dataclass
@@ -12,22 +11,22 @@ import torch
 from tide_export.errors import DraftError
 from tide_export.model.source import SourceModel
 
-PROBES = 4  # states that the factor is found with
-PROBE_SIZE = 1e-2  # of their numbers: small, so that soft caps change nothing
+PROBES = 4  # random states to measure the factor with
+PROBE_SIZE = 1e-2  # their standard deviation, so small that soft caps change nothing
 
-SAME = 1e-3  # a factor this near to 1 is rounding
-MAX_ERROR = 0.02  # of the products times the factor, relative to the logits
+SAME = 1e-3  # a factor this close to 1 is rounding
+MAX_ERROR = 0.02  # maximum error of products times factor, relative to the logits
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a drafter reads of its model.
+    """The tensors of a model that its drafter reads.
 
     Attributes:
-        embeddings: of all tokens, float32 [V, E].
+        embeddings: float32 [V, E].
         head: float32 [V, D].
-        bias: float32 [V]; None: there is none.
-        weights_sha256: of the model.
+        bias: float32 [V], or None.
+        weights_sha256: hash of the model's weights.
     """
 
     embeddings: torch.Tensor
@@ -37,10 +36,10 @@ class Target:
 
     @classmethod
     def of(cls, source: SourceModel) -> "Target":
-        """Reads a model's.
+        """Reads the tensors of `source`.
 
         Raises:
-            DraftError: its head or its embedding is not one matrix.
+            DraftError: its head or its embedding is not a single matrix.
         """
         head = source.head_rows()
         table = getattr(source.model.get_input_embeddings(), "weight", None)
@@ -55,7 +54,7 @@ class Target:
         return cls(embeddings[: len(head)], (head * factor).contiguous(), bias, source.weights_sha256)
 
     def to(self, device: torch.device) -> "Target":
-        """Returns the same on another device."""
+        """Copies the tensors to `device`."""
         bias = None if self.bias is None else self.bias.to(device)
         return Target(self.embeddings.to(device), self.head.to(device), bias, self.weights_sha256)
 
@@ -66,8 +65,10 @@ class Target:
 
 @torch.no_grad()
 def _factor(source: SourceModel, head: torch.Tensor) -> float | None:
-    """Returns the factor between the products of states with the head's rows and the model's logits; None: there is
-    none, as where the head has other layers before its matrix (BERT)."""
+    """Returns the factor from `states @ head.T` to the model's logits.
+
+    None if there is no such factor: the head has layers before its matrix (BERT).
+    """
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, PROBES, head.shape[1], generator=generator) * PROBE_SIZE
     both = torch.cat([states, torch.zeros_like(states)], 1).to(source.device)

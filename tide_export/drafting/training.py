@@ -1,8 +1,8 @@
-"""Trains a drafter: steps over batches of answers, towards the model's own distribution over the drafter's tokens.
+"""The training loop of a drafter, which learns the model's distribution over the drafter's tokens.
 
 The loss of a position is the divergence of the draft's distribution from the model's at temperature 1. Its gradient
-with respect to the logits, `q - p`, is computed in chunks and multiplied by the head's frozen rows, so that neither
-logits nor the head take part in automatic differentiation. Matrices learn by Muon, vectors by AdamW.
+with respect to the logits, `q - p`, is computed in chunks and multiplied by the head's frozen rows, so autograd sees
+neither logits nor head. Muon trains matrices, AdamW vectors.
 """
 
 import math
@@ -21,26 +21,26 @@ from tide_export.drafting.schedule import rate
 from tide_export.drafting.store import AnswerStore
 from tide_export.errors import DraftError
 
-STEP_WEIGHTS = (1.0, 0.8, 0.6)  # of the losses of the draft steps
-SINGLE_STEP_SHARE = 0.2  # of the training has one draft step
+STEP_WEIGHTS = (1.0, 0.8, 0.6)  # weight of the loss of each draft step
+SINGLE_STEP_SHARE = 0.2  # share of the training, at its start, with one draft step
 MATRIX_RATE, VECTOR_RATE = 0.02, 6e-3
 MATRIX_DECAY = 0.02
 MOMENTUM = 0.95
 BETAS = (0.9, 0.98)
-CLIP = 1.0  # largest norm of a step's gradient of vectors
+CLIP = 1.0  # maximum gradient norm of the vectors
 CHUNK = {"cpu": 128}  # positions whose logits are computed at once
 GPU_CHUNK = 2048
 AVERAGED = 0.03  # weight of a batch in the running average of the overlap
 
 
 class Trainer:
-    """A training of one drafter.
+    """Trains one drafter.
 
     Attributes:
-        seconds: of training so far; of the main process, where there are several.
-        tokens: positions learned from so far, repeated ones counted again.
-        rows: of all draft steps so far.
-        overlap: running average of `sum(min(p, q))` of first drafts on the text that is trained on.
+        seconds: training time so far, on the main process.
+        tokens: positions trained on so far, counting repetitions.
+        rows: rows trained on so far, summed over all draft steps.
+        overlap: running average of `sum(min(p, q))` of first drafts on the training text.
     """
 
     def __init__(
@@ -52,12 +52,13 @@ class Trainer:
         seed: int,
         processes: Processes,
     ) -> None:
-        """Makes the optimizers.
+        """Creates the optimizers.
 
         Args:
-            network: on the device to train on, as `embeddings` [V, E].
-            tokens: the drafter's, int64 [n].
-            seed: of the order of the answers.
+            network: the drafter, on the device to train on.
+            tokens: the drafter's tokens, int64 [n].
+            embeddings: the model's, on the same device, [V, E].
+            seed: seed of the order of the answers.
         """
         self.network, self.token_ids, self.embeddings, self.store = network, tokens, embeddings, store
         self._seed, self._processes = seed, processes
@@ -77,13 +78,13 @@ class Trainer:
         self.new_text()
 
     def new_text(self) -> None:
-        """Takes the answers that the store has now."""
+        """Takes the answers that the store holds now."""
         longest = len(STEP_WEIGHTS)
         self.answers = [one for one in self.store.answers if not one.held_out and learned_tokens([one], longest)]
         self._planned = []
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Restores a state that `state` returned."""
         self.network.load_state_dict(state["network"])
         self._muon.load_state_dict(state["muon"])
         self._adam.load_state_dict(state["adam"])
@@ -93,7 +94,7 @@ class Trainer:
             setattr(self, name, state[name])
 
     def state(self) -> dict[str, Any]:
-        """What `resume` needs."""
+        """Returns the state to resume from."""
         return {
             "network": self.network.state_dict(),
             "muon": self._muon.state_dict(),
@@ -104,21 +105,24 @@ class Trainer:
         }
 
     def train_step(self, progress: float) -> None:
-        """Changes the weights by one batch; `progress`: the share of the training that is over.
+        """Trains on one batch.
+
+        Args:
+            progress: share of the training that is done.
 
         Raises:
             DraftError: the loss or a gradient is not finite.
         """
         if not self._planned:
             self._planned = plan_batches(self.answers, self._visits, np.random.default_rng([self._seed, self.step]))
-        chosen = [self.answers[place] for place in self._planned.pop(0)]
+        chosen = [self.answers[index] for index in self._planned.pop(0)]
         steps = 1 if progress < SINGLE_STEP_SHARE else len(STEP_WEIGHTS)
         total = learned_tokens(chosen, len(STEP_WEIGHTS))
         self._muon.zero_grad(set_to_none=True)
         self._adam.zero_grad(set_to_none=True)
         overlap = 0.0
-        if own := chosen[self._processes.rank :: self._processes.count]:
-            batch = Batch.of(own, self.store, len(STEP_WEIGHTS), self.device)
+        if part := chosen[self._processes.rank :: self._processes.count]:
+            batch = Batch.of(part, self.store, len(STEP_WEIGHTS), self.device)
             overlap = self.accumulate_gradients(batch, steps, total)
         self._share_gradients()
         overlap = sum(self._processes.gather(overlap)) / total
@@ -139,7 +143,11 @@ class Trainer:
         self.rows += total * steps
 
     def accumulate_gradients(self, batch: Batch, steps: int, total: int) -> float:
-        """Adds the gradient of the batch's loss, divided by `total`; returns the sum of first drafts' overlaps."""
+        """Accumulates the gradient of the batch's loss divided by `total`.
+
+        Returns:
+            The sum of the overlaps `sum(min(p, q))` of first drafts.
+        """
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             embeddings = functional.embedding(batch.ids, self.embeddings)
             outputs = [
@@ -155,7 +163,7 @@ class Trainer:
     def _output_gradients(
         self, states: torch.Tensor, outputs: list[torch.Tensor], total: int
     ) -> tuple[float, list[torch.Tensor]]:
-        """Computes the gradient with respect to normalized outputs [N, D] of each draft step."""
+        """Returns the sum of overlaps and the gradient of the normalized outputs [N, D] of each draft step."""
         head, bias = self._head, self.network.bias
         gradients = [torch.empty_like(rows) for rows in outputs]
         overlap = torch.zeros((), device=self.device)
@@ -171,7 +179,7 @@ class Trainer:
         return float(overlap), gradients
 
     def _share_gradients(self) -> None:
-        """Sums the gradients of all processes, which each have their sequences'."""
+        """Sums the gradients over all processes."""
         for weight in self.network.parameters():
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)

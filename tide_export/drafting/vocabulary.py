@@ -6,15 +6,17 @@ import numpy as np
 
 from tide_export.drafting.store import Answer
 
-PROMPT_WEIGHT = 0.2  # of a token of a prompt; one of an answer has 1
+PROMPT_WEIGHT = 0.2  # weight of a prompt's token; an answer's token has 1
 
 
 def frequent_tokens(answers: Iterable[Answer], size: int, known: int) -> np.ndarray:
-    """Returns the most frequent tokens of answers, filled up with the tokenizer's first ones, ascending, int64 [n].
+    """Returns the most frequent tokens of prompts and answers, ascending, int64 [n].
+
+    Unseen tokens follow in the order of their ids where there are fewer than `size`.
 
     Args:
-        size: how many, at most.
-        known: tokens of the model.
+        size: maximum number of tokens.
+        known: size of the model's vocabulary.
     """
     counts = np.zeros(known)
     for answer in answers:

@@ -19,16 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tide_export import names
 from tide_export.bundle.engine_fields import FP8, BuiltEngine, EnginesInfo, PluginsInfo, Profile
+from tide_export.bundle.file_names import ENGINES_FOLDER, ROUTERS_FILE, engine_file, network_file
 from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
 from tide_export.bundle.profiles import profiles_for
+from tide_export.common.files import user_cache
+from tide_export.common.formatting import size
+from tide_export.common.progress import stage
 from tide_export.engines.exit_memory import check_exit_memory, router_file_sizes
 from tide_export.errors import BuildError
-from tide_export.files import user_cache
-from tide_export.formatting import size
-from tide_export.progress import stage
-from tide_export.runtime.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
+from tide_export.names import segment_networks as names
+from tide_export.names.operators import OP_EXIT
 from tide_export.runtime.tensorrt.flavours import FP8_CAPABILITY, Flavour, built_for, import_library, warn_of_copies
 from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
@@ -78,11 +80,11 @@ def build_engines(
     """Builds an engine from every network in `folder` and writes it to `folder`/engines.
 
     Args:
-        manifest: of the unfinished bundle, with `networks`; its files need not be listed yet.
-        plugins: used instead of the networks' functions, from `plugins_to_build_with`.
+        manifest: manifest of the unfinished bundle, with `networks`; its files need not be listed yet.
+        plugins: library from `plugins_to_build_with`, used instead of the networks' functions.
 
     Raises:
-        BuildError: an engine could not be built, or the builder crashed; its last log lines are in the message. Or the
+        BuildError: an engine could not be built, the builder crashed (the message has its last log lines), or the
             plugins cannot run on this GPU.
         BundleError: the file of routers cannot be read.
         ProviderError: the library is not installed.
@@ -91,19 +93,19 @@ def build_engines(
     if info is None:
         raise BuildError("the bundle holds no segment networks to build engines from: export it for that target")
     check_matrices(flavour, info.matrices)
-    sizes = None if plugins is None else router_file_sizes(folder / names.ROUTERS_FILE)
+    sizes = None if plugins is None else router_file_sizes(folder / ROUTERS_FILE)
     if sizes is not None:
         check_exit_memory(sizes)
     capabilities = built_for(flavour, compute_capability(), fp8=info.matrices == FP8)
     expected = specs(manifest, info)
     profiles = profiles_for(info)
-    (folder / names.ENGINES_FOLDER).mkdir()
+    (folder / ENGINES_FOLDER).mkdir()
     job = {
         "networks": [
             {
                 "name": name,
-                "source": str(folder / names.network_file(name)),
-                "engine": str(folder / names.engine_file(name)),
+                "source": str(folder / network_file(name)),
+                "engine": str(folder / engine_file(name)),
                 "profiles": [shapes(spec, profile) for profile in of_network(name, profiles, info)],
                 "reads_nan": names.LOGITS in spec.inputs,
                 "aliases": aliases(spec),
@@ -135,12 +137,12 @@ def build_engines(
 
 
 def _copied_bytes(spec: NetworkSpec, copied: Mapping[str, int]) -> int:
-    """Bytes that a run over one sequence copies of buffers that are to be updated in place."""
+    """Returns the bytes of in-place buffers that a run over one sequence copies."""
     return sum(spec.outputs[output].size() * count for output, count in copied.items())
 
 
 def _built_engine(event: Mapping[str, Any]) -> BuiltEngine:
-    """What the builder reported; every profile has kernels of its own."""
+    """Returns the builder's report; every profile has separate kernels."""
     fused = min(event["attentions"], event["fused_attention_kernels"] // event["profiles"])
     return BuiltEngine(event["weights_bytes"], event["activation_bytes"], event["layers"], event["attentions"], fused)
 
@@ -149,7 +151,7 @@ def _warn(flavour: Flavour, built: Mapping[str, BuiltEngine], constants: Mapping
     """Logs warnings for engines that hold more weights than their networks, or slower attention.
 
     Args:
-        constants: of every network, in bytes.
+        constants: network name -> bytes of its constants.
     """
     for name, engine in built.items():
         if engine.weights_bytes > MAX_WEIGHTS_GROWTH * constants[name] + SMALL_BYTES:
@@ -172,20 +174,23 @@ def _warn(flavour: Flavour, built: Mapping[str, BuiltEngine], constants: Mapping
 def _plugins_used(
     plugins: PluginLibrary, expected: Mapping[str, NetworkSpec], built: Mapping[str, Mapping[str, Any]]
 ) -> PluginsInfo | None:
-    """The engines that hold plugins: all that have a router; None if the model has no router. Raises BuildError:
-    TensorRT built a function's body although it had the plugin."""
+    """Returns the engines that hold plugins, all with a router; None if the model has no router.
+
+    Raises:
+        BuildError: TensorRT built a function's body instead of the plugin.
+    """
     routed = tuple(name for name, spec in expected.items() if names.ROUTER_SCORE in spec.outputs)
     for name in routed:
         if not built[name]["plugins"]:
-            raise BuildError(f"TensorRT did not take the plugin {names.OP_EXIT} of '{plugins.path}' in {name}")
+            raise BuildError(f"TensorRT did not take the plugin {OP_EXIT} of '{plugins.path}' in {name}")
     return PluginsInfo(plugins.version, plugins.sha256, routed) if routed else None
 
 
 def shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
-    """The minimum, optimum and maximum shape of every input in a profile, but of those that have one shape alone.
+    """Returns minimum, optimum and maximum shape of every input in a profile that has several shapes.
 
-    The optimum of a batch profile is its maximum batch: smaller ones are bound by reading the weights, whatever kernel
-    is chosen.
+    The optimum of a batch profile is its maximum batch: smaller batches are bound by reading the weights, whatever
+    kernel is chosen.
     """
     sizes = (
         (profile.min_tokens, 1),
@@ -200,7 +205,7 @@ def shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
 
 
 def _timing_cache(flavour: Flavour, version: str) -> Path:
-    """The file of kernel times of earlier builds, in the user's cache folder; one per version and kind of GPU."""
+    """Returns the file of kernel times of earlier builds, one per version and GPU, in the user's cache."""
     folder = user_cache()
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{flavour.name}-{version}-{device_name()}.timing"
@@ -216,8 +221,8 @@ def run_worker(
     """Runs a job in a separate process and returns its `built` event of every network.
 
     Args:
-        advance: called with the part of a network that is done, in 0..1.
-        command: arguments of Python; for tests of how a builder can fail.
+        advance: called with the share of a network that is done, in 0..1.
+        command: arguments of Python, for tests of failing builders.
 
     Raises:
         BuildError: a network was refused, or the process failed.
@@ -239,7 +244,7 @@ def run_worker(
             assert worker.stdin is not None
             assert worker.stdout is not None
             try:
-                with contextlib.suppress(BrokenPipeError):  # it ended at once: its exit code shows how
+                with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code tells why
                     json.dump(job, worker.stdin)
                     worker.stdin.close()
                 refused = None
@@ -276,12 +281,15 @@ def run_worker(
 
 
 def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any], profiles: int) -> None:
-    """Checks that a built network has the tensors, buffers updated in place and profiles that the runtime binds. Raises
-    BuildError: naming what differs."""
+    """Checks that an engine has the tensors, in-place buffers and profiles that the runtime binds.
+
+    Raises:
+        BuildError: it has not; the message names the difference.
+    """
     spec.check(from_tensorrt(spec, built["inputs"]), from_tensorrt(spec, built["outputs"]), name)
     expected = aliases(spec)
     if built["plugins"]:
-        expected.pop(names.NEW_EXIT_STATES)  # which a plugin writes to whatever address it is given
+        expected.pop(names.NEW_EXIT_STATES)  # a plugin writes it to any address
     if expected != built["aliases"]:
         raise BuildError(f"TensorRT does not update the buffers of {name} in place: it aliases {built['aliases']}")
     if built["profiles"] != profiles:

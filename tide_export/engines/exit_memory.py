@@ -1,7 +1,7 @@
-"""Checks that the plugin TideExit can run on a GPU with the sizes of some routers: its blocks need shared memory.
+"""Checks that a GPU has enough shared memory for the plugin TideExit with the sizes of some routers.
 
-The sizes are fixed in the networks, and a block that asks for more than its GPU has fails in every run, though TensorRT
-builds the engine. So it is refused before an engine is built, and where routers are yet to be calibrated, before that.
+The networks fix the sizes. A block that asks for more than its GPU has fails in every run, although TensorRT builds the
+engine. So such routers are refused before engines are built, or before they are calibrated.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tide_export.errors import BuildError, BundleError
-from tide_export.names import OP_EXIT
+from tide_export.names.operators import OP_EXIT
 from tide_export.runtime.tensorrt.gpu import block_limits, compute_capability
 from tide_export.runtime.tensorrt.plugins import NONE
 
@@ -30,7 +30,7 @@ FLOAT = 4  # bytes
 # Of plugins/tide_exit: slots of a team and its blocks; blocks where a GPU allows no more to a cluster; floats in which
 # the warps of a block leave their sums.
 SLOTS, BLOCKS, MIN_BLOCKS, PARTIAL_SUMS = 4, 16, 8, 8192
-# What can be made smaller: field of `ExitSizes`, setting of the calibration, and the least it can be.
+# Sizes that can be reduced: field of `ExitSizes`, setting of the calibration, minimum.
 SETTINGS = (
     ("shortlist", "router_shortlist", 2),
     ("lens_rank", "lens_rank", 1),
@@ -40,12 +40,12 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class ExitSizes:
-    """The sizes that the memory depends on: the largest of a model's routers and lenses.
+    """The sizes that the shared memory depends on, each the maximum over a model's routers and lenses.
 
     Attributes:
         hidden: width of the states that routers read.
-        shortlist: tokens; 0: none.
-        lens_rank: 0: no lens.
+        shortlist: tokens of the shortlist; 0: none.
+        lens_rank: rank of the lenses; 0: none.
     """
 
     hidden: int
@@ -55,11 +55,11 @@ class ExitSizes:
 
 
 def shared_bytes(sizes: ExitSizes, blocks: int, clusters: bool) -> int:
-    """Shared memory that a block of the kernel asks for, in bytes: `Exit::sizes` in plugins/tide_exit/kernel.cu.
+    """Returns the bytes of shared memory of a block: `Exit::sizes` in plugins/tide_exit/kernel.cu.
 
     Args:
-        blocks: of a team, which share the channels.
-        clusters: whether what blocks tell each other is in shared memory, not in global.
+        blocks: blocks of a team, which divide the channels among them.
+        clusters: whether blocks exchange data in shared memory instead of global memory.
     """
     share = math.ceil(sizes.hidden / (8 * blocks)) * 8
     floats = (share + sizes.lens_rank) * SLOTS + PARTIAL_SUMS
@@ -69,10 +69,10 @@ def shared_bytes(sizes: ExitSizes, blocks: int, clusters: bool) -> int:
 
 
 def needed(sizes: ExitSizes, capability: tuple[int, int], multiprocessors: int = BLOCKS) -> int:
-    """The most that a block asks for on a GPU, in bytes.
+    """Returns the maximum bytes of shared memory of a block on a GPU.
 
     Args:
-        multiprocessors: of the GPU; without clusters a team has no more blocks than these.
+        multiprocessors: of the GPU; without clusters a team has at most as many blocks.
     """
     if capability >= CLUSTERS:
         return shared_bytes(sizes, MIN_BLOCKS, True)
@@ -83,10 +83,10 @@ def needed(sizes: ExitSizes, capability: tuple[int, int], multiprocessors: int =
 
 
 def router_file_sizes(path: Path) -> ExitSizes | None:
-    """The sizes in a router file, by its header alone; None: there is no such file, so nothing exits.
+    """Reads the sizes from the header of a router file; None if there is no file, so nothing exits.
 
     Raises:
-        BundleError: it is no router file.
+        BundleError: the file is not a router file.
     """
     if not path.is_file():
         return None
@@ -110,10 +110,10 @@ def router_file_sizes(path: Path) -> ExitSizes | None:
 
 
 def check_exit_memory(sizes: ExitSizes) -> None:
-    """Checks that the plugin runs on the GPU that TensorRT builds for, the one there is; if there is none, nothing.
+    """Checks that the plugin runs on this machine's GPU, for which TensorRT builds; no check without one.
 
     Raises:
-        BuildError: it does not, with what would.
+        BuildError: it does not; the message says which setting would fit.
     """
     limits, capability = block_limits(), compute_capability()
     if limits is None or capability is None:
@@ -129,8 +129,7 @@ def check_exit_memory(sizes: ExitSizes) -> None:
 
 
 def warn_of_exit_memory(sizes: ExitSizes) -> None:
-    """Logs a warning where the plugin could not run on GPUs of some compute capability, of a bundle whose engines are
-    built elsewhere, with plugins or without."""
+    """Warns of GPUs on which the plugin could not run, for a bundle whose engines are built elsewhere."""
 
     def runs_on(sizes: ExitSizes, capability: tuple[int, int]) -> bool:
         return needed(sizes, capability) <= LIMITS[capability] * 1024
@@ -148,7 +147,7 @@ def warn_of_exit_memory(sizes: ExitSizes) -> None:
 
 
 def _cure(sizes: ExitSizes, fits: Callable[[ExitSizes], bool]) -> str:
-    """What to do, with the largest value of the first setting that alone makes the plugin fit."""
+    """Returns the advice: the largest value of the first setting that alone makes the plugin fit."""
     without = f"build without it (--plugins {NONE})"
     for field, setting, least in SETTINGS:
         too_large = bisect_left(

@@ -1,7 +1,7 @@
-"""`tide-export build`: builds new engines for a bundle with segment networks, for this machine's GPU and versions.
+"""`tide-export build`: builds a bundle's engines for this machine's GPU and versions.
 
-Needs only the flavour's extra, no PyTorch: a bundle is exported on one machine and built on the one that runs it. The
-bundle is replaced in one step when all engines are built; its other files are linked.
+Needs only the flavour's extra, no PyTorch: a bundle can be exported on one machine and built on the one that runs it.
+The bundle is replaced in one step when all engines are built; its other files are hard-linked.
 """
 
 import os
@@ -9,7 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from tide_export import names
+from tide_export.bundle.file_names import ENGINES_FOLDER
 from tide_export.bundle.opened import Bundle, BundleFile, open_bundle
 from tide_export.bundle.profiles import check_batch_size, with_batch_size
 from tide_export.bundle.store import write_manifest, writing_bundle
@@ -28,17 +28,16 @@ def rebuild(
     """Builds engines into `bundle`, in place of those it has.
 
     Args:
-        target: tensorrt or tensorrt-rtx; None: the one the bundle was exported for.
-        plugins: a library of plugins for tensorrt, or "none"; None: the one that `runtime.tensorrt.plugins` finds, if
-            any.
-        batch_size: the most sequences of a batch; None: as before.
+        target: tensorrt or tensorrt-rtx; None: the bundle's target.
+        plugins: a plugin library for tensorrt, or "none"; None: the one that `runtime.tensorrt.plugins` finds, if any.
+        batch_size: maximum sequences of a batch; None: unchanged.
 
     Raises:
-        BundleError: not a bundle, damaged, or being written by another process.
-        BuildError: the bundle holds no segment networks, or a batch size above 1 is requested of networks that take one
-            sequence, or an engine could not be built; the bundle stays as it was.
+        BundleError: the path is not a bundle, is damaged, or another process is writing it.
+        BuildError: the bundle holds no segment networks, they take one sequence and `batch_size` is above 1, or an
+            engine could not be built; the bundle is unchanged.
         ProviderError: the library is not installed, or the plugin library is missing or does not fit.
-        ConfigError: plugins for tensorrt-rtx, which has none; or an invalid batch size.
+        ConfigError: plugins are given for tensorrt-rtx, which takes none, or the batch size is invalid.
     """
     opened = open_bundle(bundle)
     manifest = opened.manifest
@@ -61,7 +60,7 @@ def rebuild(
     library = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before anything is copied
     with writing_bundle(opened.path, overwrite=True) as folder:
         for file in manifest.files:
-            if Path(file).parts[0] != names.ENGINES_FOLDER:
+            if Path(file).parts[0] != ENGINES_FOLDER:
                 _link_or_copy(opened.file(file), folder / file)
         others = [entry for entry in manifest.targets if entry not in FLAVOURS]
         engines = build_engines(folder, manifest, flavour, library)

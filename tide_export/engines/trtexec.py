@@ -1,25 +1,25 @@
-"""Writes the `trtexec` command that builds a network's engine as `build` does: for TensorRT's own tools."""
+"""Writes the `trtexec` commands that build a bundle's engines as `tide-export build` does."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tide_export import names
+from tide_export.bundle.file_names import engine_file, network_file
 from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.network_spec import of_network, specs
 from tide_export.bundle.profiles import profiles_for
 from tide_export.engines.build import shapes
 from tide_export.errors import BundleError
-from tide_export.runtime.network_spec import of_network, specs
 
 # Attention without a fused kernel, as in float32, is decomposed; TensorFloat-32 would round float32 matmuls.
 OPTIONS = ("--noTF32", "--decomposableAttentions=*", "--profilingVerbosity=detailed", "--skipInference")
 
 
 def trtexec_lines(manifest: Manifest, source: str) -> list[str]:
-    """The command of every segment network and of the head, to be run in the bundle's folder.
+    """Returns the command of every segment network and of the head, to run in the bundle's folder.
 
     Args:
-        manifest: of the bundle.
-        source: the bundle, for messages.
+        manifest: the bundle's manifest.
+        source: name of the bundle, for messages.
 
     Raises:
         BundleError: it holds no segment networks.
@@ -29,7 +29,7 @@ def trtexec_lines(manifest: Manifest, source: str) -> list[str]:
         raise BundleError(f"bundle '{source}' holds no segment networks: export it with --target tensorrt")
     profiles, lines = profiles_for(info), []
     for name, spec in specs(manifest, info).items():
-        parts = [f"--onnx={names.network_file(name)}", f"--saveEngine={names.engine_file(name)}", *OPTIONS]
+        parts = [f"--onnx={network_file(name)}", f"--saveEngine={engine_file(name)}", *OPTIONS]
         for index, profile in enumerate(of_network(name, profiles, info)):
             parts += [f"--profile={index}", *_shape_options(shapes(spec, profile))]
         lines.append(shlex.join(["trtexec", *parts]))
@@ -37,7 +37,7 @@ def trtexec_lines(manifest: Manifest, source: str) -> list[str]:
 
 
 def _shape_options(shapes_of_inputs: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
-    """The minimum, optimum and maximum shapes of every input."""
+    """Returns the options for the minimum, optimum and maximum shapes of every input."""
     options = []
     for position, option in enumerate(("--minShapes", "--optShapes", "--maxShapes")):
         listed = [f"{name}:{'x'.join(map(str, given[position]))}" for name, given in shapes_of_inputs.items()]

@@ -18,9 +18,9 @@ Emit = Callable[..., None]
 
 
 def main() -> int:
-    """Builds the job's networks; exit code 1 if one was refused, with an event that holds the reason."""
+    """Builds the job's networks; returns 1 if one was refused, after an event that holds the reason."""
     job = json.load(sys.stdin)
-    # The library prints to stdout too: events get another descriptor, everything else goes to the log.
+    # The library prints to stdout too, so events get another descriptor and everything else goes to the log.
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Parses one network, builds its engine for all profiles and writes it; returns the network's description."""
+    """Parses one network, builds and writes its engine for all profiles, and describes the network."""
     from polygraphy import mod
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
     from polygraphy.backend.trt import (
@@ -75,7 +75,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     def exact(builder: Any, parsed: Any, config: Any) -> None:
         # Float32 networks are for equal tokens: TensorFloat-32 would round every matmul.
         config.clear_flag(trt.BuilderFlag.TF32)
-        if network["reads_nan"]:  # which it is to find, not to assume away
+        if network["reads_nan"]:  # TensorRT must not assume that there are no NaNs
             config.set_flag(trt.BuilderFlag.STRICT_NANS)
         if mod.config.USE_TENSORRT_RTX:  # an engine that allocates memory in a run cannot be recorded in a CUDA graph
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
@@ -108,7 +108,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
 
 
 class BuildLog:
-    """Reads the builder's log: TensorRT's own logger, which shows warnings and errors, keeps what an engine holds."""
+    """Collects the memory and layers of engines from the builder's log; shows its warnings and errors."""
 
     WEIGHTS, ACTIVATIONS = (re.compile(rf"Total {kind} Memory: (\d+) bytes") for kind in ("Weights", "Activation"))
     LAYER = re.compile(
@@ -140,11 +140,10 @@ class BuildLog:
         return log
 
     def built(self, aliases: dict[str, str]) -> dict[str, Any]:
-        """The memory, layers and fused attention layers of the engine built since the last call, and how often a run
-        copies each of its buffers that are to be updated in place, if it does.
+        """Returns memory, layers and copied in-place buffers of the engine built since the last call.
 
         Args:
-            aliases: {output: input} of these buffers.
+            aliases: {output: input} of the in-place buffers.
         """
         text, self.messages = "\n".join(self.messages), []
         layers = list(self.LAYER.finditer(text))
@@ -157,8 +156,11 @@ class BuildLog:
         }
 
     def _copied(self, layers: list[re.Match[str]], aliases: dict[str, str]) -> dict[str, int]:
-        """{output: copies in a run of the profile with most}. One that updates a buffer in place reads it and writes
-        to it. A layer copies it if it only writes to it, or only reads it before any has written to it."""
+        """Returns {output: copies per run, in the profile with most copies} of in-place buffers.
+
+        A layer that updates a buffer in place reads and writes it. A layer copies it if it only writes it, or only
+        reads it before any layer has written it.
+        """
         buffers = {output: output for output in aliases} | {entry: output for output, entry in aliases.items()}
         copies, written = Counter[tuple[str, str]](), set[tuple[str, str]]()
         for layer in layers:
@@ -179,8 +181,12 @@ def allow_decomposition(trt: Any, network: Any) -> None:
 
 
 def describe(trt: Any, network: Any) -> dict[str, Any]:
-    """The parsed network: inputs and outputs {name: [dtype, shape]}, outputs updated in place {output: input}, the
-    numbers of plugins and attention layers, and the bytes of its constants."""
+    """Describes the parsed network.
+
+    Returns:
+        Inputs and outputs {name: [dtype, shape]}, in-place outputs {output: input}, numbers of plugins and attention
+        layers, and the bytes of constants.
+    """
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     outputs = [network.get_output(index) for index in range(network.num_outputs)]
     aliases, plugins, attentions, constants = {}, 0, 0, 0
@@ -192,7 +198,7 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
         attentions += layer.type == trt.LayerType.ATTENTION_INPUT
         if layer.type == trt.LayerType.CONSTANT:
             layer.__class__ = trt.IConstantLayer
-            weights = layer.weights  # whose `nbytes` of 4-bit types is no number of bytes
+            weights = layer.weights  # its `nbytes` is wrong for 4-bit types
             int4 = isinstance(weights, trt.Weights) and weights.dtype == trt.DataType.INT4
             constants += -(-weights.size // 2) if int4 else weights.nbytes
     return {
@@ -206,7 +212,7 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
 
 
 def monitor(trt: Any, emit: Emit) -> Any:
-    """Reports the steps of the outermost phase of a build."""
+    """Returns a monitor that emits the steps of the outermost phase of a build."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Uploads bundles to the Hugging Face hub, with a model card that holds their report, and downloads them."""
+"""Uploads bundles to the Hugging Face hub, with a model card, and downloads them."""

@@ -1,7 +1,7 @@
 """Writes the model card of a bundle: how to run it, and the tables of its report, as Markdown.
 
-All of it is from the manifest, where `calibrate`, `export`, `tune` and `draft` record what they measured, but the
-sentence at the top, which is the report's.
+The card comes from the manifest, where `calibrate`, `export`, `tune` and `draft` record their measurements, except for
+the sentence at the top, which comes from the report.
 """
 
 import html
@@ -13,14 +13,14 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData, ModelInfo
 
 from tide_export.bundle.auto_mode import AutoMode
+from tide_export.bundle.file_names import REPORT_FILE
 from tide_export.bundle.inspect import describe_bundle
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import Bundle
-from tide_export.formatting import percent
-from tide_export.names import REPORT_FILE
-from tide_export.version import __version__
+from tide_export.common.formatting import percent
+from tide_export.common.version import __version__
 
-LEAD = re.compile(r'<p class="lead">(.*?)</p>', re.DOTALL)  # of the report: what the model gains
+LEAD = re.compile(r'<p class="lead">(.*?)</p>', re.DOTALL)  # the report's sentence on the gains
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 TAGS = ["tide_export", "early-exit", "onnx"]
@@ -37,13 +37,13 @@ def model_card(bundle: Bundle, repo: str, revision: str | None, source: ModelInf
     """Returns the text of the repository's README.md.
 
     Args:
-        repo, revision: where the bundle will be.
-        source: the model that it was made from, as the hub knows it; None: it is not there.
+        repo, revision: where the bundle will be uploaded.
+        source: the hub's record of the model that the bundle was made from; None: the hub has none.
     """
     manifest = bundle.manifest
     quantized = manifest.quantization is not None
-    its_card = {} if source is None or source.card_data is None else source.card_data.to_dict()
-    licensed: dict[str, Any] = {name: value for name, value in its_card.items() if name in LICENSE_FIELDS}
+    source_card = {} if source is None or source.card_data is None else source.card_data.to_dict()
+    licensed: dict[str, Any] = {name: value for name, value in source_card.items() if name in LICENSE_FIELDS}
     data = ModelCardData(
         base_model=None if source is None else source.id,
         base_model_relation="quantized" if source is not None and quantized else None,
@@ -55,7 +55,7 @@ def model_card(bundle: Bundle, repo: str, revision: str | None, source: ModelInf
     name = _line(PurePath(manifest.model.name).name if source is None else source.id)
     parts = [
         f"# {name} with early exits",
-        _what(manifest, name),
+        _summary(manifest, name),
         _lead(bundle),
         _commands(manifest, repo, revision),
         _quality(manifest, describe_bundle(bundle, verified=True)["tuning_in_force"]),
@@ -66,7 +66,7 @@ def model_card(bundle: Bundle, repo: str, revision: str | None, source: ModelInf
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"))
 
 
-def _what(manifest: Manifest, name: str) -> str:
+def _summary(manifest: Manifest, name: str) -> str:
     model = manifest.model
     layers = " or ".join(map(str, manifest.checkpoints))
     exits = f"in which a token may leave after {layers} of {model.num_layers} layers" if layers else "at full depth"
@@ -78,7 +78,7 @@ def _what(manifest: Manifest, name: str) -> str:
 
 
 def _lead(bundle: Bundle) -> str:
-    """The first sentences of the report, if the bundle holds one."""
+    """Returns the first sentences of the report; empty if the bundle has none."""
     if REPORT_FILE not in bundle.manifest.files:
         return ""
     found = LEAD.search(bundle.file(REPORT_FILE).read_bytes().decode(errors="replace"))
@@ -109,7 +109,7 @@ def _commands(manifest: Manifest, repo: str, revision: str | None) -> str:
 
 
 def _quality(manifest: Manifest, tuning_in_force: bool) -> str:
-    """The thresholds that `calibrate` chose for several shares of changed tokens, and the guarantee of `tune`."""
+    """Returns the section of the thresholds that `calibrate` chose and the guarantee of `tune`."""
     depth, record = manifest.model.num_layers, manifest.calibration or {}
     points = record.get("operating_points") or []
     parts = ["## Quality"]
@@ -141,7 +141,7 @@ def _quality(manifest: Manifest, tuning_in_force: bool) -> str:
 
 
 def _speed(auto: AutoMode | None) -> str:
-    """What modes `exit` and `lossless` gain, where it was measured."""
+    """Returns the section of the measured speed of modes `exit` and `lossless`; empty if not measured."""
     if auto is None:
         return ""
     share = f"at most {percent(auto.epsilon, 1)} of the tokens change"
@@ -158,7 +158,7 @@ def _speed(auto: AutoMode | None) -> str:
 
 
 def _exits(manifest: Manifest) -> str:
-    """How well each router tells which tokens may leave."""
+    """Returns the section of each router's precision and recall; empty if not recorded."""
     calibration = manifest.calibration or {}
     record = calibration.get("report") or {}
     if not record:
@@ -187,5 +187,5 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _line(text: Any) -> str:
-    """Text of anyone's on one line, without what Markdown would take for HTML."""
+    """Returns untrusted text on one line, with HTML escaped."""
     return html.escape(" ".join(str(text).split()), quote=False)

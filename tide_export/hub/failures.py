@@ -1,4 +1,4 @@
-"""Turns what the hub's client raises into one sentence."""
+"""Turns exceptions of the hub's client into one sentence."""
 
 import logging
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from tide_export.bundle.file_names import MANIFEST_FILE
+from tide_export.common.progress import quiet_loggers
 from tide_export.errors import HubError, TideError, one_line
-from tide_export.names import MANIFEST_FILE
-from tide_export.progress import quiet_loggers
 
-WRAPPED = (LocalEntryNotFoundError, RuntimeError)  # raised for what happened to one file
-UNREACHED = (OfflineModeIsEnabled, LocalEntryNotFoundError)  # OSErrors, though not of a file here
+WRAPPED = (LocalEntryNotFoundError, RuntimeError)  # their cause says what happened to a file
+UNREACHED = (OfflineModeIsEnabled, LocalEntryNotFoundError)  # OSErrors that concern no local file
 
 
 @contextmanager
 def hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
-    """Raises what goes wrong with a repository of the hub as HubError; errors of this package and of files here pass.
+    """Converts the hub client's exceptions into HubError; other `TideError`s and local `OSError`s pass.
 
     Args:
-        repo: its id, for the sentence.
-        revision: that was asked for.
+        repo: id of the repository, for the message.
+        revision: requested revision, for the message.
     """
     try:
         with quiet_loggers(logging.ERROR, "huggingface_hub"):

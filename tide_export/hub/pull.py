@@ -1,4 +1,4 @@
-"""`tide-export pull`: downloads a bundle from a model repository of the Hugging Face hub, and checks every file."""
+"""`tide-export pull`: downloads a bundle from the Hugging Face hub and checks every file."""
 
 import glob
 import logging
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import writing_bundle
+from tide_export.common.formatting import size
+from tide_export.common.version import __version__
 from tide_export.errors import BundleError, HubError
-from tide_export.formatting import size
 from tide_export.hub.failures import hub_errors
-from tide_export.names import MANIFEST_FILE
-from tide_export.version import __version__
 
 logger = logging.getLogger("tide_export")
 
@@ -26,21 +26,21 @@ def pull(
     revision: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Downloads a bundle, compares every file with the manifest's sha256, and puts it in place in one step.
+    """Downloads a bundle, checks every file's sha256 and moves it into place in one step.
 
-    What was downloaded when it is interrupted stays in a hidden folder beside it, and the next call goes on from there.
+    An interrupted download stays in a hidden folder beside the target, and the next call resumes it.
 
     Args:
-        repo: user/name.
-        folder: to write; None: the repository's name, in the current folder.
+        repo: id of the repository, user/name.
+        folder: folder to write; None: the repository's name in the current folder.
         revision: a branch, tag or commit; None: main.
-        overwrite: replace a bundle that is there.
+        overwrite: replace an existing bundle.
 
     Returns:
-        The folder.
+        The folder written.
 
     Raises:
-        HubError: no such repository or revision, it holds no bundle, a damaged one, or the hub cannot be reached.
+        HubError: repository or revision do not exist, hold no bundle or a damaged one, or the hub cannot be reached.
         BundleError: the folder exists or cannot be written, no space is left, or another release made the bundle.
     """
     target = Path(repo.rpartition("/")[2] if folder is None else folder)
@@ -67,7 +67,11 @@ def pull(
 
 
 def _check_room(total: int, partial: Path) -> None:
-    """Raises BundleError: the disk of `partial`, where a part may be already, has no room for `total` bytes."""
+    """Checks that the disk has room for what is missing in `partial` of `total` bytes.
+
+    Raises:
+        BundleError: it has not.
+    """
     done = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
     free = shutil.disk_usage(partial.parent).free
     missing = max(total - done, 0)

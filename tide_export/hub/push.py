@@ -13,20 +13,20 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
+from tide_export.bundle.file_names import ENGINES_FOLDER, MANIFEST_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.common.formatting import size
+from tide_export.common.version import __version__
 from tide_export.errors import HubError
-from tide_export.formatting import size
 from tide_export.hub.card import model_card
 from tide_export.hub.failures import hub_errors
-from tide_export.names import ENGINES_FOLDER, MANIFEST_FILE
-from tide_export.version import __version__
 
 logger = logging.getLogger("tide_export")
 
 CARD_FILE = "README.md"
-NEW_REPOSITORY = {".gitattributes", CARD_FILE}  # files that one has before anything was pushed to it
-REPLACED = ("*.onnx", "*.data", "report.*")  # of the bundle before, where the new one has none
+NEW_REPOSITORY = {".gitattributes", CARD_FILE}  # files of a repository before the first push
+REPLACED = ("*.onnx", "*.data", "report.*")  # files of the previous bundle that are deleted if the new one has none
 
 
 def push(
@@ -36,16 +36,16 @@ def push(
     revision: str | None = None,
     message: str | None = None,
 ) -> str:
-    """Uploads a bundle without its engines, and a model card, as one commit: a reader gets all of it or what was there.
+    """Uploads a bundle without its engines, with a model card, in one commit.
 
     Args:
-        repo: user/name, or the name of one of your own repositories; made where it is missing.
-        private: make it private; refused where it is there and public.
-        revision: the branch, made where it is missing; None: main.
-        message: of the commit.
+        repo: user/name, or the name of one of your own repositories; created if missing.
+        private: create it private; refused if it exists and is public.
+        revision: branch, created if missing; None: main.
+        message: commit message.
 
     Returns:
-        The commit's address.
+        The URL of the commit.
 
     Raises:
         BundleError: the bundle is missing or damaged.
@@ -59,7 +59,7 @@ def push(
         repo = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        present = _files_there(api.model_info(repo, revision=revision), private)
+        existing = _existing_files(api.model_info(repo, revision=revision), private)
         opened = replace(opened, manifest=_without_engines(opened.manifest))
         source = _source_on_hub(api, opened.manifest.model.name)
         files = opened.manifest.files
@@ -67,7 +67,7 @@ def push(
             CommitOperationAdd(MANIFEST_FILE, opened.manifest.to_json().encode()),
             CommitOperationAdd(CARD_FILE, model_card(opened, repo, revision, source).encode()),
             *(CommitOperationAdd(name, opened.path / name) for name in files),
-            *(CommitOperationDelete(name) for name in sorted(present) if _is_replaced(name, opened)),
+            *(CommitOperationDelete(name) for name in sorted(existing) if _is_replaced(name, opened)),
         ]
         total = size(sum(info.size for info in files.values()))
         logger.info("uploading %s in %d files to %s", total, len(files) + 2, repo)
@@ -75,8 +75,12 @@ def push(
         return api.create_commit(repo, operations, commit_message=title, revision=revision).commit_url
 
 
-def _files_there(info: ModelInfo, private: bool) -> set[str]:
-    """Returns the names of a repository's files; refuses one that is to be private and is not, or holds no bundle."""
+def _existing_files(info: ModelInfo, private: bool) -> set[str]:
+    """Returns the names of a repository's files.
+
+    Raises:
+        HubError: it is public and `private` is asked for, or it holds files and no bundle.
+    """
     if private and not info.private:
         raise HubError(f"repository {info.id!r} is public: make it private on its page, or omit --private")
     names = {file.rfilename for file in info.siblings or ()}
@@ -96,7 +100,7 @@ def _is_replaced(name: str, bundle: Bundle) -> bool:
 
 
 def _source_on_hub(api: HfApi, name: str) -> ModelInfo | None:
-    """What the hub says of the model that a bundle was made from; None: that was a folder, or the hub hides it."""
+    """Returns the hub's record of the bundle's source model; None if that is a folder or not on the hub."""
     if Path(name).exists():
         return None
     try:

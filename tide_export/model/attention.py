@@ -6,12 +6,14 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
+from tide_export.common.progress import quiet_transformers
 from tide_export.errors import UnsupportedModelError
-from tide_export.progress import quiet_transformers
 
 
 def reference_attention(config: PretrainedConfig) -> str | None:
-    """Returns the attention that serves as the reference for a model of `config`: "eager", or None for its default.
+    """Returns the attention that serves as the reference for a model of `config`.
+
+    "eager", or None for its default.
 
     The default is for architectures that do not use transformers' attention interface: each of their attention classes
     is separate code, and users run the default. Falcon's eager attention adds ALiBi twice in transformers 5.23.

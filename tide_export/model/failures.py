@@ -1,4 +1,7 @@
-"""Turns an exception of a model's code into one sentence that names the architecture, the module and the cause."""
+"""Turns an exception of a model's code into one sentence.
+
+It names the architecture, the module and the cause.
+"""
 
 import re
 from collections.abc import Iterator
@@ -72,7 +75,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _cause(model: nn.Module, error: BaseException) -> str:
-    """The module in which `error` was raised, and its text if that is the model's code speaking, not PyTorch's."""
+    """Returns the module in which `error` was raised, and its text.
+
+    The text is empty if PyTorch speaks and not the model's code.
+    """
     frames = list(_frames(error.__traceback__))
     line = first_line(error)
     by_torch = "torch" in line or not frames or frames[-1].f_code.co_filename.startswith(_TORCH)
@@ -81,7 +87,10 @@ def _cause(model: nn.Module, error: BaseException) -> str:
 
 
 def _module(model: nn.Module, error: BaseException) -> str:
-    """The class and path of the innermost module of `model` in whose forward `error` was raised; empty if none."""
+    """Returns the class and path of the innermost module of `model` that raised `error` in its forward.
+
+    Empty if none did.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     inner = ""
     for frame in _frames(error.__traceback__):

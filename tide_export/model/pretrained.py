@@ -22,8 +22,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as hf_logging
 from transformers.utils.import_utils import is_gguf_available
 
+from tide_export.common.progress import quiet_transformers
 from tide_export.errors import ModelError, UnsupportedModelError, first_line
-from tide_export.progress import quiet_transformers
 
 GGUF = ".gguf"
 WEIGHT_FILES = (GGUF, ".safetensors", ".bin")
@@ -62,7 +62,9 @@ def opened(name: str, trust_remote_code: bool) -> Iterator[tuple[str, dict[str, 
 
 
 def read_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
-    """Reads the config; a wrong path, a folder that is no model and an unknown architecture are different errors.
+    """Reads the config.
+
+    A wrong path, a folder that is no model and an unknown architecture are different errors.
 
     Raises:
         ModelError: no such model, or its config is damaged or asks for absurd sizes.
@@ -89,7 +91,10 @@ def read_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def code_error(name: str, error: Exception) -> ModelError | None:
-    """Returns the error for what transformers raised about the Python code of model `name`; None for any other."""
+    """Returns the error for what transformers raised about the Python code of model `name`.
+
+    None for any other.
+    """
     copies = dynamic_module_utils.HF_MODULES_CACHE
     if isinstance(error, OSError) and str(error.filename or "").startswith(copies):
         return ModelError(
@@ -110,7 +115,7 @@ def remote_code_refused(name: str) -> UnsupportedModelError:
 
 
 def uses_remote_code(path: str, config: PretrainedConfig) -> bool:
-    """Tells whether transformers, where it may, runs code of the model's own for this config or for its tokenizer."""
+    """Tells whether transformers may run the model's own code for this config or its tokenizer."""
     return bool(getattr(config, "auto_map", None) or get_tokenizer_config(path).get("auto_map"))
 
 

@@ -1,4 +1,6 @@
-"""Reads checkpoints that are already quantized: dequantizes their weights to float32, or keeps their integers.
+"""Reads checkpoints that are already quantized.
+
+Dequantizes their weights to float32, or keeps their integers.
 
 Called by `source.load_model` before transformers reads any weight. For GPTQ and AWQ transformers needs packages with
 GPU kernels, although their format is simple (`quantized_integers`). So this module reads them while transformers loads

@@ -1,4 +1,4 @@
-"""Matrices of integers as GPTQ and AWQ checkpoints store them, and the same as ONNX Runtime's matmuls take them.
+"""Converts integer matrices of GPTQ and AWQ checkpoints for ONNX Runtime's matmuls.
 
 They are integers packed into int32 words, with a scale and a zero point per group of inputs. `CheckpointMatrix` cuts
 its rows into blocks, as `quantized_weights.Blocks`, without rounding: no number is computed, scales are widened to
@@ -25,7 +25,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each of a word's eight nib
 
 @dataclass(frozen=True, eq=False)
 class IntegerWeight:
-    """A quantized matrix [K, N] of values `scales[g, j] * (values[i, j] - zeros[g, j])`, where g = groups[i].
+    """Holds a quantized matrix [K, N].
+
+    Its values are `scales[g, j] * (values[i, j] - zeros[g, j])`, where g = groups[i].
 
     Attributes:
         words: int32, the integers as the checkpoint packs them.
@@ -69,7 +71,9 @@ class IntegerWeight:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointMatrix:
-    """A matrix of N rows and K columns that stays as its checkpoint packs it; what `Blocks` holds is made on access.
+    """Holds a matrix of N rows and K columns as its checkpoint packs it.
+
+    The fields of `Blocks` are made on access.
 
     Attributes:
         weight: the integers.
@@ -95,24 +99,27 @@ class CheckpointMatrix:
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """int64 [K], the input that each column of `packed` multiplies; None: they are in the model's order."""
+        """Returns the input that each column of `packed` multiplies, int64 [K].
+
+        None: they are in the model's order.
+        """
         groups = self.weight.groups
         return None if bool((groups.diff() >= 0).all()) else groups.argsort(stable=True).numpy()
 
     @property
     def packed(self) -> np.ndarray:
-        """As of `Blocks`, columns in `order`."""
+        """Returns `Blocks.packed`, columns in `order`."""
         integers = self.weight.values.T.numpy()
         return packed_rows(integers if self.order is None else integers[:, self.order], self.block_size, self.bits)
 
     @property
     def scales(self) -> np.ndarray:
-        """As of `Blocks`."""
+        """Returns `Blocks.scales`."""
         return self.weight.scales[self._groups].float().T.contiguous().numpy()
 
     @property
     def zeros(self) -> np.ndarray | None:
-        """As of `Blocks`."""
+        """Returns `Blocks.zeros`."""
         if self.symmetric:
             return None
         return pack(self.weight.zeros[self._groups].to(torch.uint8).T.numpy(), self.bits)
@@ -128,8 +135,10 @@ class CheckpointMatrix:
 
 
 def block_size_of(weight: IntegerWeight) -> int | None:
-    """Returns the largest block that lies in one group wherever it is; None if the matmuls take none such, or not the
-    bits."""
+    """Returns the largest block that lies in one group wherever it is.
+
+    None if the matmuls take none such, or not the bits.
+    """
     sizes = weight.groups.unique(return_counts=True)[1]
     begins = sizes.cumsum(0)[:-1].tolist()
     size = gcd(BLOCK_SIZES[-1], *begins) if begins else max(gcd(BLOCK_SIZES[-1], len(weight.groups)), BLOCK_SIZES[0])
@@ -142,7 +151,9 @@ def is_symmetric(weight: IntegerWeight) -> bool:
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Unpacks the unsigned integers of `bits` bits (1 to 8) in int32 `words` along `dim`, lowest bits first, to uint8.
+    """Unpacks unsigned integers of `bits` bits (1 to 8) to uint8.
+
+    They are in int32 `words` along `dim`, lowest bits first.
 
     They are dense: where `bits` does not divide 32, a number may begin in one word and end in the next.
     """
@@ -179,7 +190,10 @@ def read_gptq(parts: dict[str, torch.Tensor], bits: int, group_size: int, first_
 
 
 def read_awq(parts: dict[str, torch.Tensor], group_size: int) -> IntegerWeight:
-    """Reads a matrix in AWQ's `gemm` format: qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
+    """Reads a matrix in AWQ's `gemm` format.
+
+    qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N].
+    """
     words, zeros = parts["qweight"], _awq_columns(parts["qzeros"]).to(torch.int16)
     return IntegerWeight(words, _awq_columns, 4, parts["scales"], zeros, _consecutive(len(words), group_size))
 

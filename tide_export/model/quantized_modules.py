@@ -1,4 +1,6 @@
-"""Leaves weights as their checkpoint has them while the model is in memory; a module widens its own while it runs.
+"""Leaves weights in their checkpoint's form while the model is in memory.
+
+A module widens its own while it runs.
 
 By accelerate's hooks, as for weights on disk: the parameter has no memory, and whoever reads such a weight gets its
 float32 numbers. Packed integers, and large matrices in 16 bits beside them, stay in the mapped file of the checkpoint.
@@ -21,7 +23,10 @@ KEPT = "_tide_kept_weight"
 
 
 def keep(module: nn.Module, weight: IntegerWeight | torch.Tensor) -> bool:
-    """Notes that `weight` is that of `module`, until `widen_when_run`; returns False where it is not one to keep."""
+    """Notes that `weight` is that of `module`, until `widen_when_run`.
+
+    Returns False where it is not one to keep.
+    """
     if isinstance(weight, IntegerWeight):
         kept = block_size_of(weight) is not None
     else:
@@ -32,7 +37,10 @@ def keep(module: nn.Module, weight: IntegerWeight | torch.Tensor) -> bool:
 
 
 def widened(weight: IntegerWeight | torch.Tensor, inputs_first: bool) -> torch.Tensor:
-    """Returns the float32 numbers of `weight`, of integers [K, N] where `inputs_first`, else a view [N, K] of that."""
+    """Returns the float32 numbers of `weight`.
+
+    They are [K, N] of integers where `inputs_first`, else a view [N, K] of that.
+    """
     if isinstance(weight, torch.Tensor):
         return weight.float()
     return weight.dequantize() if inputs_first else weight.dequantize().T

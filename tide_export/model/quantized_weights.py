@@ -162,14 +162,17 @@ class QuantizedWeights:
 
 
 def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 integers, 8 / bits times as many along the last axis."""
+    """Unpacks to uint8 integers, 8 / bits times as many along the last axis."""
     if bits == 8:
         return packed
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def packed_rows(integers: np.ndarray, block_size: int, bits: int) -> np.ndarray:
-    """Packs integers [N, K] as `Blocks.packed`; what pads the last block is zero where there are no zero points."""
+    """Packs integers [N, K] as `Blocks.packed`.
+
+    Padding of the last block is zero where there are no zero points.
+    """
     rows, columns = integers.shape
     blocks = -(-columns // block_size)
     padded = np.full((rows, blocks * block_size), 2 ** (bits - 1), np.uint8)

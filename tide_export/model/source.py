@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import GgufConfig
 
+from tide_export.common.progress import quiet_transformers
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from tide_export.model.attention import reference_attention
 from tide_export.model.pretrained import (
@@ -31,7 +32,6 @@ from tide_export.model.quantized_checkpoints import loading_problem, prepare_qua
 from tide_export.model.quantized_modules import widen_when_run
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.structure import ModelStructure, input_device, offload_hooks
-from tide_export.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,9 @@ class SourceModel:
         attention_mask: torch.Tensor | None = None,
         keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Returns only the raw states of `run`, [B, S, D] each, without computing all logits, the largest tensor.
+        """Returns only the raw states of `run`, [B, S, D] each.
+
+        It does not compute all logits, the largest tensor.
 
         `keep`, if given, is applied to each as soon as it is computed, and its result is kept instead.
         """
@@ -271,7 +273,9 @@ def load_model(
 
 
 def auto_class(config: PretrainedConfig, name: str = "", trust_remote_code: bool = False) -> Any:
-    """Returns the transformers class that loads the causal LM of `config`: a text model, or one that reads images too.
+    """Returns the transformers class that loads the causal LM of `config`.
+
+    A text model, or one that reads images too.
 
     Raises:
         UnsupportedModelError: transformers has neither, and code of model `name` is not trusted.

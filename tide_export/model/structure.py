@@ -25,7 +25,10 @@ from tide_export.model.replaced_forward import returning
 
 
 def first_tensor(output) -> torch.Tensor:
-    """Returns the hidden states of a layer's output, which is a tensor or a tuple or list that starts with one."""
+    """Returns the hidden states of a layer's output.
+
+    The output is a tensor, or a tuple or list that starts with one.
+    """
     return output[0] if isinstance(output, tuple | list) else output
 
 
@@ -81,8 +84,9 @@ class ModelStructure:
     def captured(
         self, layers: Sequence[int], keep: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> Iterator[dict[int, torch.Tensor]]:
-        """While open, this thread's forward passes fill the dict with the raw states after `layers` layers: [B, S, D],
-        several streams of a token one after another.
+        """Fills the dict with this thread's raw states after `layers` layers, while open.
+
+        [B, S, D], several streams of a token one after another.
 
         Other threads may run the model at the same time. Each state is on the device of its layer. `keep` reduces it as
         soon as it is computed (say, to chosen rows on the CPU), so that the rest is not held until the pass ends.
@@ -131,7 +135,10 @@ class ModelStructure:
         return hidden
 
     def head(self, model: PreTrainedModel, normalized: torch.Tensor) -> torch.Tensor:
-        """Computes logits [B, S, V] by the model's own forward, whose backbone only returns `normalized` [B, S, D']."""
+        """Computes logits [B, S, V] by the model's own forward.
+
+        Its backbone only returns `normalized` [B, S, D'].
+        """
         tokens = normalized.reshape(-1, 1, normalized.shape[-1])  # sequences of one token: there may be more than fit
         ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=normalized.device)
         with returning([self.backbone], _NoOtherOutputs(last_hidden_state=tokens)):
@@ -150,7 +157,9 @@ _ADAPTERS: dict[str, Adapter] = {}
 
 
 def register_adapter(architecture: str, adapter: Adapter | None) -> None:
-    """Registers a function that names the parts of an architecture, where they cannot be found by watching it run.
+    """Registers a function that names the parts of an architecture.
+
+    Needed where they cannot be found by watching it run.
 
     Args:
         architecture: class name of the model, or of one of its base classes.
@@ -172,7 +181,10 @@ class _NoOtherOutputs(BaseModelOutputWithPastAndCrossAttentions):
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Returns the device of the embedding, which takes the token ids, also while its weights are offloaded."""
+    """Returns the device of the embedding, which takes the token ids.
+
+    It also works while the weights are offloaded.
+    """
     embedding = model.get_input_embeddings()
     for module in (embedding, model):
         for hook in offload_hooks(module):
@@ -182,7 +194,10 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def offload_hooks(module: nn.Module) -> list[Any]:
-    """Returns the hooks by which accelerate moves `module`'s weights and inputs between devices; none by default."""
+    """Returns the hooks by which accelerate moves `module`'s weights and inputs between devices.
+
+    None by default.
+    """
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
     return [hook for hook in hooks if hasattr(hook, "execution_device")]
@@ -305,7 +320,7 @@ def _layers(model: PreTrainedModel, run: _Run) -> tuple[nn.Module, nn.ModuleList
 
 
 def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn.ModuleList) -> ModelStructure:
-    """The structure of a model that computes something between its last layer and its head outside any module.
+    """Describes a model that computes something between last layer and head outside any module.
 
     Raises:
         UnsupportedModelError: it does so to one hidden state of each token, which is left to adapters, or what it
@@ -329,7 +344,10 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
 
 
 def _check(model: PreTrainedModel, structure: ModelStructure) -> None:
-    """Raises UnsupportedModelError if an adapter's parts do not run, or compute something else than the model."""
+    """Checks that an adapter's parts run and compute what the model computes.
+
+    Raises UnsupportedModelError.
+    """
     kind = type(model).__name__
     run = _watch(model)
     calls = [run.counts[id(layer)] for layer in structure.layers]

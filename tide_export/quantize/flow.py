@@ -1,6 +1,6 @@
-"""Quantizes a loaded model in place: its matrices become blocks of integers, and it computes with their values.
+"""Quantizes a loaded model in place: it then computes with the values of integers in blocks.
 
-Head and embedding keep 8 bits: rounding them to 4 costs more perplexity than rounding a third of the layers.
+Head and embedding get 8 bits: rounding them to 4 costs more perplexity than rounding a third of the layers.
 """
 
 import logging
@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from tide_export.bundle.manifest import Quantization
+from tide_export.common.progress import stage
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.quantized_weights import Blocks, QuantizedWeights
 from tide_export.model.source import SourceModel
-from tide_export.progress import stage
 from tide_export.quantize.gptq import quantize_layer, record_layer_inputs, require_gptq
 from tide_export.quantize.matrices import Matrix, find_matrices
 from tide_export.quantize.rounding import Rounding, round_to_nearest
@@ -30,15 +30,17 @@ def quantize_model(
     rounding: Rounding = round_to_nearest,
     outside: bool = True,
 ) -> None:
-    """Quantizes the weights of `source` in place and sets its `quantized`; `weights_sha256` keeps the original hash.
+    """Quantizes the weights of `source` in place and sets `source.quantized`.
+
+    `source.weights_sha256` stays the hash of the original weights.
 
     Args:
-        sequences: texts as token ids, for a method that is calibrated.
+        sequences: token ids of texts, for method "gptq".
         rounding: chooses the scales.
-        outside: quantize the embedding and the head too.
+        outside: quantize embedding and head too.
 
     Raises:
-        ConfigError: the method is not installed.
+        ConfigError: the method needs a package that is not installed.
         CalibrationError: the texts do not reach every layer.
         UnsupportedModelError: the model has no matrix that can be quantized.
     """
@@ -54,10 +56,10 @@ def quantize_model(
     errors: list[tuple[float, float]] = []
     with stage(f"quantizing the weights to {settings.bits} bits", total=total) as advance:
 
-        def round_all(some: Sequence[Matrix], how: Quantization) -> None:
-            for matrix in some:
+        def round_all(group: Sequence[Matrix], settings: Quantization) -> None:
+            for matrix in group:
                 before = matrix.read()
-                blocks[matrix.name] = rounding(before, how)
+                blocks[matrix.name] = rounding(before, settings)
                 matrix.write(after := blocks[matrix.name].values())
                 errors.append(_squares(before, after))
                 advance(1)
@@ -82,5 +84,5 @@ def quantize_model(
 
 
 def _squares(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
-    """Returns the sums of squares of the changes and of the original weights."""
+    """Returns the sum of squared changes and the sum of squared original weights."""
     return float(np.square(after - before, dtype=np.float64).sum()), float(np.square(before, dtype=np.float64).sum())

@@ -1,6 +1,6 @@
-"""Rounds a loaded model's linear layers to 8-bit floating point (E4M3), one scale per matrix, as ModelOpt does.
+"""Rounds a model's linear layers to FP8 (E4M3) with one scale per matrix, as ModelOpt does.
 
-Engines round the inputs of these layers too, by scales of the largest input that a text gave; the model itself, and so
+Engines round the inputs of these layers too, with scales from the largest input on a text; the model itself, and so
 the bundle's graph, computes with unrounded inputs.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from tide_export.common.progress import stage
 from tide_export.errors import CalibrationError, UnsupportedModelError
 from tide_export.model.quantized_weights import Fp8Matrix, QuantizedWeights
 from tide_export.model.source import SourceModel
-from tide_export.progress import stage
 from tide_export.quantize.matrices import Matrix, find_matrices
 
 logger = logging.getLogger("tide_export")
@@ -25,11 +25,13 @@ LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
 
 
 def quantize_to_fp8(source: SourceModel, sequences: Sequence[Sequence[int]], half: np.dtype) -> None:
-    """Rounds the linear layers of `source` in place and sets its `quantized`; `weights_sha256` keeps the original hash.
+    """Rounds the linear layers of `source` in place and sets `source.quantized`.
+
+    `source.weights_sha256` stays the hash of the original weights.
 
     Args:
-        sequences: texts as token ids, whose states choose the scales of inputs.
-        half: type of the scales, in which TensorRT computes.
+        sequences: token ids of texts, whose states determine the input scales.
+        half: dtype of the scales, in which TensorRT computes.
 
     Raises:
         CalibrationError: the texts do not reach every layer.
@@ -50,10 +52,10 @@ def quantize_to_fp8(source: SourceModel, sequences: Sequence[Sequence[int]], hal
 
 
 def round_to_fp8(source: SourceModel, half: np.dtype) -> float:
-    """Rounds the linear layers of `source` in place to the numbers that `quantize_to_fp8` rounds them to.
+    """Rounds the linear layers of `source` in place as `quantize_to_fp8` does, without input scales.
 
     Returns:
-        The relative error: the root of the squared differences over the squared weights.
+        The relative error: the norm of the differences over the norm of the weights.
     """
     squared_error = squared = 0.0
     for layer in find_matrices(source).linear:
@@ -66,7 +68,7 @@ def round_to_fp8(source: SourceModel, half: np.dtype) -> float:
 
 
 def _rounded(matrix: Matrix, half: np.dtype, input_scale: float) -> Fp8Matrix:
-    """Rounds `matrix` in place; returns its numbers."""
+    """Rounds `matrix` in place and returns its E4M3 numbers with their scale."""
     weight = matrix.read()
     scale = _scale(float(np.abs(weight).max(initial=0)), half)
     numbers = np.clip(weight / np.float32(scale), -LARGEST, LARGEST).astype(ml_dtypes.float8_e4m3fn)
@@ -76,7 +78,7 @@ def _rounded(matrix: Matrix, half: np.dtype, input_scale: float) -> Fp8Matrix:
 
 
 def _scale(largest: float, half: np.dtype) -> float:
-    """The scale by which `largest` becomes E4M3's largest number: positive, and a number of type `half`."""
+    """Returns the positive scale, representable in `half`, that maps `largest` to E4M3's largest number."""
     return float(np.array(max(largest / LARGEST, ml_dtypes.finfo(half).tiny)).astype(half))
 
 
@@ -84,7 +86,7 @@ def _scale(largest: float, half: np.dtype) -> float:
 def _largest_inputs(
     source: SourceModel, linear: dict[nn.Module, Matrix], sequences: Sequence[Sequence[int]]
 ) -> dict[nn.Module, float]:
-    """The largest absolute input of each module; 0 where no text reaches it."""
+    """Returns the largest absolute input of each module; 0 if no text reaches it."""
     largest = dict.fromkeys(linear, 0.0)
 
     def record(module: nn.Module, args: tuple) -> None:

@@ -1,8 +1,8 @@
-"""GPTQ: rounds the columns of a matrix one by one and compensates each error in the columns not yet rounded.
+"""GPTQ: rounds a matrix column by column and compensates each error in the columns not yet rounded.
 
 Frantar et al., https://arxiv.org/abs/2210.17323. The Hessian of the matrix's inputs on text estimates the cost of an
-error. The algorithm is Intel Neural Compressor's; this module runs the layers in order, each on the outputs of the
-quantized layers before it, and packs the resulting integers.
+error. Intel Neural Compressor implements the algorithm; this module runs the layers in order, each on the outputs of
+the quantized layers before it, and packs the resulting integers.
 """
 
 import logging
@@ -23,7 +23,7 @@ from tide_export.model.structure import first_tensor
 from tide_export.quantize.matrices import Matrix
 from tide_export.quantize.rounding import Rounding, round_to_nearest
 
-DAMPING = 0.01  # of the Hessian's mean diagonal, added to it, as in the paper
+DAMPING = 0.01  # share of the Hessian's mean diagonal that is added to it, as in the paper
 
 
 @dataclass
@@ -32,7 +32,7 @@ class LayerInputs:
 
     Attributes:
         states: the next layer's hidden states, [1, S, D].
-        calls: the other arguments of every layer, positional and named.
+        calls: the other arguments of every layer, positional and keyword.
     """
 
     states: torch.Tensor
@@ -45,7 +45,7 @@ def require_gptq() -> Any:
     Raises:
         ConfigError: Neural Compressor is not installed.
     """
-    # A filter, because importing it resets the level of its logger, and then logs the device it found.
+    # A filter, because the import resets the level of its logger and then logs the device.
     logging.getLogger("neural_compressor").addFilter(_is_error)
     try:
         from neural_compressor.torch.algorithms.weight_only import gptq
@@ -93,15 +93,15 @@ def quantize_layer(
     """Quantizes the matrices of one layer in place and advances `texts` to the next layer.
 
     Args:
-        number: of the layer, from 0.
+        number: index of the layer, from 0.
         linear: the layer's matrices by module.
         rounding: chooses the scales.
 
     Returns:
-        The blocks by the name of the matrix.
+        Name of a matrix -> its blocks.
 
     Raises:
-        CalibrationError: the inputs of a matrix were NaN or infinite, or there were none.
+        CalibrationError: a matrix got no inputs, or NaN or infinite ones.
     """
     gptq = require_gptq()
     solvers = {
@@ -126,7 +126,7 @@ def _run(layer: nn.Module, number: int, text: LayerInputs) -> torch.Tensor:
 
 @contextmanager
 def _hessians(solvers: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """While open, the inputs of these modules are added to their Hessians."""
+    """Adds the inputs of the modules to their Hessians while the context is open."""
 
     def add(module, args, output):
         solvers[module].add_batch(args[0].detach(), output)
@@ -141,7 +141,7 @@ def _solve(gptq: Any, solver: Any, matrix: Matrix, settings: Quantization, round
     if not bool(torch.isfinite(solver.H).all()) or not solver.nsamples:
         raise CalibrationError(f"the text does not reach {matrix.name}, or overflows there: give other text")
     solver.quantizer = _Grid(settings, rounding)
-    # The algorithm's blocks are those of the format, so that each scale is chosen for the compensated weights.
+    # The algorithm uses the format's blocks, so that each scale is chosen for the compensated weights.
     weight = torch.from_numpy(matrix.read())
     scales, _, zeros, values = solver.fasterquant(
         weight.clone(), blocksize=settings.block_size, percdamp=DAMPING, groupsize=settings.block_size

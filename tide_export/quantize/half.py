@@ -1,4 +1,4 @@
-"""Rounds a loaded model's matrices to bfloat16 or float16 numbers, which a bundle then stores without loss."""
+"""Rounds a loaded model's matrices to bfloat16 or float16, which a bundle then stores without loss."""
 
 import logging
 
@@ -13,16 +13,16 @@ logger = logging.getLogger("tide_export")
 
 
 def round_to_half(source: SourceModel, weights: str) -> float:
-    """Rounds the matrices of `source` in place; `weights_sha256` keeps the original hash.
+    """Rounds the matrices of `source` in place; `source.weights_sha256` stays the original hash.
 
     Args:
         weights: "bf16" or "fp16".
 
     Returns:
-        The relative error: the root of the squared differences over the squared weights.
+        The relative error: the norm of the differences over the norm of the weights.
 
     Raises:
-        ConfigError: some of the model's weights are not in memory, or one is too large.
+        ConfigError: some of the weights are not in memory, or a number is too large for the dtype.
     """
     half, name = HALF[weights], str(HALF[weights]).removeprefix("torch.")
     if any(parameter.is_meta for parameter in source.model.parameters()):

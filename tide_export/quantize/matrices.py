@@ -1,8 +1,8 @@
 """Finds the weights of a model that are quantized: linear layers, experts, the embedding and the head.
 
-The model is run once, so that parts a text never reaches (a vision tower) are omitted. Included are `nn.Linear`,
-transformers' `Conv1D`, and experts that go through transformers' experts interface. Gates that route between experts
-stay float32, as do matrices too small to gain anything.
+The model runs once, to omit parts that text never reaches (a vision tower). Included are `nn.Linear`, transformers'
+`Conv1D`, and experts that use transformers' experts interface. Gates that route to experts and matrices too small to
+gain anything stay float32.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tide_export.model.source import SourceModel
 
-MIN_SIZE = 16  # rows and columns; a gate of one output is not worth a block
+MIN_SIZE = 16  # minimum rows and columns; a gate of one output is not worth a block
 LINEAR_FORWARDS: dict[type[nn.Module], Callable] = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -28,10 +28,10 @@ class Matrix:
     """One matrix [N, K] of the model, N outputs by K inputs.
 
     Attributes:
-        name: of its parameter, followed by `.<expert>` where the parameter holds all experts.
-        parameter: where it is stored.
+        name: name of its parameter, followed by `.<expert>` if the parameter holds all experts.
+        parameter: the parameter that stores it.
         transposed: whether it is stored as [K, N].
-        expert: its index in the parameter's first dimension; None where the parameter is the matrix.
+        expert: its index in the parameter's first dimension; None if the parameter is the matrix.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Matrix:
 
     @property
     def columns(self) -> int:
-        """K."""
+        """The number of columns, K."""
         return int(self._stored().shape[0 if self.transposed else 1])
 
     def read(self) -> np.ndarray:
@@ -64,9 +64,9 @@ class Matrices:
     """The matrices of a model that can be quantized.
 
     Attributes:
-        outside: those outside the layers (embeddings of tokens and head; one matrix where they are tied).
-        linear: for every layer, those of its linear modules, by module.
-        experts: for every layer, those of its experts.
+        outside: matrices outside the layers: token embeddings and head, one matrix if they are tied.
+        linear: for every layer, the matrices of its linear modules, by module.
+        experts: for every layer, the matrices of its experts.
         unquantized: names of the layers' other parameters of two or more dimensions, which stay float32.
     """
 
@@ -81,7 +81,7 @@ class Matrices:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Returns the first name of every parameter by its id; tied parameters have one name."""
+    """Returns `id(parameter)` -> its first name; tied parameters have one name."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
@@ -91,7 +91,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def expert_weights(model: PreTrainedModel, module: nn.Module) -> list[str]:
-    """Returns the attributes of `module` with its experts' weights, if transformers' experts interface runs it."""
+    """Returns the attributes of `module` that hold experts' weights for transformers' experts interface.
+
+    Empty if that interface does not run it.
+    """
     if not model._can_set_experts_implementation() or not hasattr(module, "is_transposed"):
         return []
     return ["gate_up_proj" if getattr(module, "has_gate", False) else "up_proj", "down_proj"]
@@ -146,8 +149,12 @@ def _size(module: nn.Module) -> tuple[int, int]:
 
 
 def _run_once(source: SourceModel) -> tuple[set[nn.Module], list[nn.Embedding]]:
-    """Runs the model on two tokens; returns the modules that ran, and the embeddings among them that read token ids."""
-    ids = torch.tensor([[5, 2]])  # as no positions, counted on from whatever number, can be
+    """Runs the model on two tokens.
+
+    Returns:
+        The modules that ran, and the embeddings among them that read token ids.
+    """
+    ids = torch.tensor([[5, 2]])  # descending, unlike any positions
     executed: set[nn.Module] = set()
     embeddings: list[nn.Embedding] = []
 

@@ -1,4 +1,4 @@
-"""Rounds matrices to the nearest integers: for ONNX Runtime with its own kernel, and as TensorRT takes them."""
+"""Rounds matrices to the nearest integers, for ONNX Runtime by its own kernel and for TensorRT."""
 
 from collections.abc import Callable
 
@@ -8,15 +8,15 @@ import numpy as np
 from tide_export.bundle.manifest import Quantization
 from tide_export.model.quantized_weights import Blocks
 
-ROWS = 4096  # of a matrix that are rounded at a time
+ROWS = 4096  # rows of a matrix that are rounded at a time
 
 Rounding = Callable[[np.ndarray, Quantization], Blocks]
 
 
 def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
-    """Quantizes `weight`, float32 [N, K], by the scales and zero points that ONNX Runtime's kernel chooses.
+    """Quantizes `weight`, float32 [N, K], with scales and zero points of ONNX Runtime's kernel.
 
-    Without zero points scales are numbers of float16, so that they need half the bytes when the model runs.
+    Scales without zero points are rounded to float16, which halves their bytes when the model runs.
     """
     from onnxruntime.capi import _pybind_state as kernels
 
@@ -35,30 +35,30 @@ def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
 
 
 def _float16(scales: np.ndarray) -> np.ndarray:
-    """`scales` rounded to float16, but for those that would change by more than it rounds a number in its range."""
+    """Rounds `scales` to float16, except those outside float16's normal range."""
     with np.errstate(over="ignore"):
         rounded = scales.astype(np.float16).astype(np.float32)
     return np.where(np.abs(rounded - scales) <= np.abs(scales) / 2**11, rounded, scales)
 
 
 def _rounded(weight: np.ndarray, scales: np.ndarray, settings: Quantization) -> Blocks:
-    """`weight` without zero points by those scales [N, blocks]."""
+    """Quantizes `weight` [N, K] without zero points with `scales` [N, blocks]."""
     integers, zero = np.empty(weight.shape, np.uint8), 2 ** (settings.bits - 1)
     for first in range(0, len(weight), ROWS):
         part = weight[first : first + ROWS]
-        of_each = np.repeat(scales[first : first + ROWS], settings.block_size, 1)[:, : weight.shape[1]]
-        steps = np.divide(part, of_each, out=np.zeros_like(part), where=of_each != 0)
+        scale = np.repeat(scales[first : first + ROWS], settings.block_size, 1)[:, : weight.shape[1]]
+        steps = np.divide(part, scale, out=np.zeros_like(part), where=scale != 0)
         integers[first : first + ROWS] = np.clip(np.rint(steps) + zero, 0, 2 * zero - 1)
     return Blocks.from_integers(integers, scales, np.full_like(scales, zero), settings)
 
 
 def round_for_tensorrt(half: np.dtype) -> Rounding:
-    """Returns `round_to_nearest` for TensorRT, which takes no zero points, and positive scales alone.
+    """Returns a `Rounding` for TensorRT, which takes no zero points and only positive scales.
 
-    ONNX Runtime's kernel gives a block a negative scale where its largest weight is positive.
+    ONNX Runtime's kernel gives a block a negative scale if its largest weight is positive.
 
     Args:
-        half: type of the scales, in which TensorRT computes.
+        half: dtype of the scales, in which TensorRT computes.
     """
     smallest = float(ml_dtypes.finfo(half).smallest_subnormal)
 

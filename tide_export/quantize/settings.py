@@ -1,4 +1,4 @@
-"""Checks the options of quantized weights before any work is done."""
+"""Checks the options of quantized weights before the export starts."""
 
 from typing import Any
 
@@ -20,19 +20,21 @@ def quantization_settings(
     accuracy_level: int | None = None,
     symmetric: bool | None = None,
 ) -> Quantization | None:
-    """Returns the settings for `weights`, with defaults for options that are None; None for weights not quantized.
+    """Returns the settings for `weights`, or None if they are not quantized.
+
+    Options that are None take their default.
 
     Args:
-        weights: as for `export`; "int8" and "int4" are quantized. With "auto" an accuracy level may be given too, for
-            integers that the checkpoint has.
+        weights: as for `export`; "int8" and "int4" are quantized. "auto" takes an accuracy level too, for integers in
+            the checkpoint.
         method: "rtn", round to nearest; "gptq", compensate each rounding error in the weights not yet rounded, on text.
-        block_size: weights that share one scale; a power of two in 16..256.
+        block_size: number of weights that share a scale; a power of two in 16..256.
         accuracy_level: precision of matmuls, as in com.microsoft.MatMulNBits: 0 the engine's choice, 1 float32,
             2 float16, 3 bfloat16, 4 inputs rounded to 8 bits too.
         symmetric: without zero points.
 
     Raises:
-        ConfigError: a value out of range, or an option of quantized weights for other weights.
+        ConfigError: a value is out of range, or an option of quantized weights is given for other weights.
     """
     options = {
         "quantization": method,

@@ -1,8 +1,7 @@
-"""Computes the numbers of the report: the result of thresholds on tokens they were not chosen on, and its bounds.
+"""Computes the numbers of the report: results of thresholds on tokens they were not chosen on.
 
-First step of `write_report`; `sentence`, `plots` and `page` present these numbers. Thresholds are chosen
-on one half of the held-out documents and measured on the other, because the best of many measured on the tokens it was
-picked on looks better than it is. NumPy alone; the model is not run again.
+Thresholds are chosen on one half of the held-out documents and measured on the other, because the best of many
+thresholds looks better than it is on the tokens it was chosen on. NumPy alone; the model is not run again.
 """
 
 from dataclasses import dataclass, replace
@@ -16,18 +15,18 @@ from tide_export.thresholds.pareto import Point, cheapest, constant_routers, fro
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 TARGETS = (0.995, 0.99, 0.98, 0.95, 0.90)
-SMALLER_HALF = 0.25  # of all tokens: with less, one document is nearly all there is
+SMALLER_HALF = 0.25  # of all tokens; with less, one document is nearly all of the text
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The thresholds chosen for a wanted agreement, as measured on the other half.
+    """Thresholds chosen for a target agreement, and their result on the other half.
 
     Attributes:
-        target: the agreement they keep on the half they were chosen on.
-        outcome: on the half they were not chosen on.
-        flops: per token, routers and lenses included.
-        efficiency: layers saved over layers a perfect router saves; NaN where that one saves none.
+        target: the agreement on the half they were chosen on.
+        outcome: the result on the other half.
+        flops: operations per token, routers and lenses included.
+        efficiency: layers saved relative to those a perfect router saves; NaN if that saves none.
     """
 
     target: float
@@ -38,16 +37,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class RouterFinding:
-    """One router on all held-out tokens, those that would have exited before included.
+    """Result of one router on all held-out tokens, those that would have exited before included.
 
     Attributes:
-        checkpoint: layers run.
+        checkpoint: layers before it.
         threshold: the bundle's default; at 1 nothing exits.
         agreement: share of tokens for which this exit gives the full model's.
-        positive_rate: share that may exit by the label.
+        positive_rate: share of tokens that may exit by the label.
         mean_score: mean of the scores.
-        recall_curve, precision_curve: at every threshold that differs, from the highest; empty where none may exit.
-        precision, recall: at `threshold`; NaN where nothing exceeds it, or none may exit.
+        recall_curve, precision_curve: at every distinct threshold, from the highest; empty if none may exit.
+        precision, recall: at `threshold`; NaN if no score is above it, or none may exit.
         reliability: scores against labels.
     """
 
@@ -65,20 +64,20 @@ class RouterFinding:
 
 @dataclass(frozen=True)
 class Findings:
-    """All numbers of the report.
+    """Holds all numbers of the report.
 
     Attributes:
-        unit: the unit of the halves, `documents`, or `tokens` where there are too few documents.
-        documents: how many there are.
+        unit: the unit of the halves: `documents`, or `tokens` if there are too few documents.
+        documents: number of documents.
         chosen_on, measured_on: tokens of the two halves.
-        full_flops: of a token that runs all layers, without any router.
+        full_flops: operations of a token that runs all layers and no router.
         choices: one per target, from the most careful.
         curve: the best thresholds from careful to bold, chosen on one half, measured on the other.
-        sweep: one and the same threshold for all checkpoints, measured on that other half too.
-        fixed: every token exits at this checkpoint, without a router: the naive baseline.
+        sweep: one threshold for all checkpoints, measured on the same half as `curve`.
+        fixed: per checkpoint, all tokens exit there without a router: the naive baseline.
         perfect: every token exits at the first checkpoint that agrees.
         default: the bundle's thresholds on all held-out tokens.
-        default_measured: the same on the measured half alone, to compare with the curves.
+        default_measured: the bundle's thresholds on the measured half, to compare with the curves.
         routers: one per checkpoint.
         warnings: a sentence for each router that gives all tokens the same score.
     """
@@ -99,15 +98,15 @@ class Findings:
     warnings: tuple[str, ...]
 
     def choice(self, target: float) -> Choice:
-        """The choice for one of `TARGETS`."""
+        """Returns the choice for one of `TARGETS`."""
         return next(choice for choice in self.choices if choice.target == target)
 
 
 def investigate(assessment: Assessment) -> Findings:
-    """All numbers of the report.
+    """Computes all numbers of the report.
 
     Raises:
-        CalibrationError: fewer than two held-out tokens: there is nothing to choose on or to measure.
+        CalibrationError: there are fewer than two held-out tokens.
     """
     evaluation, costs = assessment.evaluation, assessment.costs
     if len(evaluation.documents) < 2:
@@ -142,18 +141,19 @@ def investigate(assessment: Assessment) -> Findings:
 
 
 def halves(evaluation: Evaluation) -> tuple[Evaluation, Evaluation, str]:
-    """Two parts of about equally many tokens, and what was divided: `documents`, else `tokens`.
+    """Divides the tokens into two parts of about equal size; returns them and the unit divided.
 
-    Documents go, the longest first, to the part that has less, so the same tokens are halved alike every time.
+    Documents, the longest first, go to the smaller part, so the division does not depend on chance. The unit is
+    `documents`, or `tokens` if the parts would be too unequal.
     """
-    found, sizes = np.unique(evaluation.documents, return_counts=True)
+    documents, sizes = np.unique(evaluation.documents, return_counts=True)
     first: list[int] = []
     filled = [0, 0]
     for i in np.argsort(-sizes, kind="stable"):
         part = int(filled[1] < filled[0])
         filled[part] += int(sizes[i])
         if part == 0:
-            first.append(int(found[i]))
+            first.append(int(documents[i]))
     if min(filled) >= SMALLER_HALF * len(evaluation.documents):
         chosen = np.isin(evaluation.documents, first)
         return _rows(evaluation, chosen), _rows(evaluation, ~chosen), "documents"
@@ -162,29 +162,29 @@ def halves(evaluation: Evaluation) -> tuple[Evaluation, Evaluation, str]:
 
 
 def candidates(evaluation: Evaluation) -> list[Point]:
-    """The best settings for these tokens, from careful to bold, none worse than another in both respects.
+    """Returns the Pareto-optimal settings for these tokens, from careful to bold.
 
-    The frontier's, and single thresholds where they are better: a price per changed token finds nothing between two
-    settings when all that lies between is worse than tossing a coin for one of them.
+    Single thresholds are added to those of `frontier`, which finds only the convex hull: settings between two others
+    that are worse than a random mixture of both are missing.
     """
     known = evaluation.scores, evaluation.agrees, evaluation.checkpoints, evaluation.num_layers
     single = [[float(t)] * len(evaluation.checkpoints) for t in sweep_thresholds(evaluation.scores)]
-    found = frontier(*known) + [measure(*known, thresholds) for thresholds in single]
+    points = frontier(*known) + [measure(*known, thresholds) for thresholds in single]
     kept: list[Point] = []
-    for point in sorted(found, key=lambda p: (p.layers, -p.agreement)):
+    for point in sorted(points, key=lambda p: (p.layers, -p.agreement)):
         if not kept or point.agreement > kept[-1].agreement:
             kept.append(point)
     return kept[::-1]
 
 
 def perfect_outcome(evaluation: Evaluation) -> Outcome:
-    """Every token exits at the first checkpoint whose top-1 is the full model's, and runs all layers where none is."""
+    """Computes the result if every token exits at the first checkpoint whose top-1 is the full model's."""
     knowing = replace(evaluation, scores=evaluation.agrees.astype(np.float32))
     return knowing.outcome([0.5] * len(evaluation.checkpoints))
 
 
 def fixed_outcome(evaluation: Evaluation, k: int) -> Outcome:
-    """Every token exits at checkpoint number `k`."""
+    """Computes the result if every token exits at checkpoint number `k`."""
     columns = len(evaluation.checkpoints)
     always = np.zeros_like(evaluation.scores)
     always[:, k] = 1.0
@@ -192,20 +192,20 @@ def fixed_outcome(evaluation: Evaluation, k: int) -> Outcome:
 
 
 def fixed_flops(costs: Costs, outcome: Outcome) -> float:
-    """Of a token that exits at a fixed checkpoint: without routers, with one lens at most."""
+    """Computes the operations of a token that exits at a fixed checkpoint: no router, at most one lens."""
     return costs.layer * outcome.layers + costs.head + costs.lens
 
 
 def sweep_thresholds(scores: np.ndarray) -> np.ndarray:
-    """Thresholds to try for all checkpoints alike: evenly spaced ones, and more where the scores are."""
+    """Returns thresholds to try for all checkpoints alike: evenly spaced ones and quantiles of the scores."""
     even = np.linspace(0.0, 1.0, 41)
     return np.unique(np.concatenate([even, np.quantile(scores, even).clip(0.0, MAX_THRESHOLD)]))[::-1]
 
 
 def precision_recall(scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Recall and precision of `score >= s` for every score s there is, from the highest; float64 [distinct scores].
+    """Computes recall and precision of `score >= s` for every distinct score s, from the highest.
 
-    Empty where no label is true: there is no recall.
+    Both are float64 [distinct scores]; empty if no label is true.
     """
     order = np.argsort(-scores, kind="stable")
     ranked, hits = scores[order], np.cumsum(labels[order])
@@ -218,9 +218,9 @@ def precision_recall(scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray
 def _router(evaluation: Evaluation, k: int, threshold: float) -> RouterFinding:
     scores, labels = evaluation.scores[:, k], evaluation.labels[:, k]
     recall_curve, precision_curve = precision_recall(scores, labels)
-    # In the scores' own precision, as the graph compares.
-    left = scores > np.asarray(threshold, dtype=scores.dtype)
-    right = float((left & labels).sum())
+    # In the precision of the scores, as the graph compares.
+    exited = scores > np.asarray(threshold, dtype=scores.dtype)
+    right = float((exited & labels).sum())
     return RouterFinding(
         checkpoint=evaluation.checkpoints[k],
         threshold=float(threshold),
@@ -229,7 +229,7 @@ def _router(evaluation: Evaluation, k: int, threshold: float) -> RouterFinding:
         mean_score=float(scores.mean()),
         recall_curve=recall_curve,
         precision_curve=precision_curve,
-        precision=right / float(left.sum()) if left.any() else float("nan"),
+        precision=right / float(exited.sum()) if exited.any() else float("nan"),
         recall=right / float(labels.sum()) if labels.any() else float("nan"),
         reliability=reliability(scores, labels),
     )

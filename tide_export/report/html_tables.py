@@ -1,7 +1,4 @@
-"""Renders the report's tables as HTML: equal quality, the routers, and how they were calibrated.
-
-Part of `page`; numbers come from `findings`.
-"""
+"""Renders the report's tables as HTML: equal quality, the routers, and their calibration."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +10,7 @@ from tide_export.report.wording import MISSING, change, escaped, flops, number, 
 
 
 def quality_table(assessment: Assessment, findings: Findings) -> str:
-    """One row per agreement wanted, and one for the model without exits."""
+    """Returns a table with one row per target agreement, and one for the model without exits."""
     depth, checkpoints = assessment.evaluation.num_layers, assessment.evaluation.checkpoints
     headers = [
         "tokens to keep", "kept", "layers per token", "layers saved", "router efficiency", "compute per token",
@@ -31,7 +28,7 @@ def quality_table(assessment: Assessment, findings: Findings) -> str:
 
 
 def routers_table(findings: Findings) -> str:
-    """One row per checkpoint."""
+    """Returns a table with one row per checkpoint."""
     headers = [
         "checkpoint", "exit agrees with the full model", "may leave (label)", "mean score", "calibration error (ECE)",
         "default threshold", "precision there", "recall there", "tokens that leave here",
@@ -48,7 +45,7 @@ def routers_table(findings: Findings) -> str:
 
 
 def record_tables(provenance: Mapping[str, Any]) -> str:
-    """Everything of the record: its plain values in one table, each nested one folded under its name."""
+    """Returns the record as tables: one of the plain values, and a folded one per nested value."""
     plain = {name: value for name, value in provenance.items() if not isinstance(value, Mapping)}
     nested = {name: value for name, value in provenance.items() if isinstance(value, Mapping)}
     parts = [_record(plain)] if plain else []
@@ -60,13 +57,13 @@ def record_tables(provenance: Mapping[str, Any]) -> str:
 
 
 def lens_reports(assessment: Assessment) -> dict[int, Mapping[str, Any]]:
-    """Returns checkpoint -> the report of its lens, where one was fitted."""
+    """Returns checkpoint -> the report of its lens, if one was fitted."""
     reports = assessment.provenance.get("report", {})
     return {int(layers): report["lens"] for layers, report in reports.items() if "lens" in report}
 
 
 def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], headline: int | None = None) -> str:
-    """A table that scrolls sideways on a narrow screen; row number `headline` stands out."""
+    """Returns a table that scrolls sideways on a narrow screen; row number `headline` stands out."""
     head = "".join(f'<th scope="col">{escaped(header)}</th>' for header in headers)
     body = []
     for i, row in enumerate(rows):
@@ -101,13 +98,13 @@ def _record(values: Mapping[str, Any]) -> str:
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found += _flat(value, f"{before}{name}: ")
+            pairs += _flat(value, f"{before}{name}: ")
         else:
-            found.append((f"{before}{name}", value))
-    return found
+            pairs.append((f"{before}{name}", value))
+    return pairs
 
 
 def _name(name: str) -> str:

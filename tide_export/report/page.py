@@ -1,7 +1,7 @@
-"""Writes the report as one HTML page: the answer on top, then its evidence, with every picture inside the file.
+"""Writes the report as one HTML page with all pictures in it: the verdict, then its evidence.
 
-Last step of `write_report`. No script and no external resource; a policy in the page forbids both, so that no text of a
-model or data set can add one.
+The page has no script and no external resource; its content security policy forbids both, so that no text of a model or
+data set can add one.
 """
 
 import base64
@@ -9,6 +9,7 @@ from importlib.resources import files
 
 from tide_export.calibration.assessment import Assessment
 from tide_export.calibration.calibration_error import BINS
+from tide_export.common.version import __version__
 from tide_export.report import plots
 from tide_export.report.drafts import BEGIN, END
 from tide_export.report.examples import colours_css, legend, passage
@@ -17,14 +18,13 @@ from tide_export.report.html_tables import lens_reports, quality_table, record_t
 from tide_export.report.sentence import HEADLINE_TARGET, Verdict, default_sentence, saved_share
 from tide_export.report.theme import DARK, LIGHT
 from tide_export.report.wording import change, counted, escaped, flops, number, percent
-from tide_export.version import __version__
 
-ROUGH = 2000  # tokens measured on: with fewer, a tenth of a percent is a token or two
+ROUGH = 2000  # tokens measured; with fewer, a tenth of a percent is a token or two
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def render(assessment: Assessment, findings: Findings, verdict: Verdict) -> str:
-    """The whole file."""
+    """Returns the page's HTML."""
     checkpoints = len(assessment.evaluation.checkpoints)
     style = files("tide_export.report").joinpath("style.css").read_text(encoding="utf-8") + colours_css(checkpoints)
     title = f"Early exits of {assessment.model}"

@@ -1,7 +1,6 @@
-"""Draws the report's pictures: each panel is a function that draws on one axes, and panels are put into PNGs.
+"""Draws the report's plots as PNGs; a panel is a function that draws on one axes.
 
-Third step of `write_report`, from `findings` and the assessment. Figures are made by matplotlib's objects on its Agg
-canvas, never through pyplot, so a program that uses pyplot is not affected.
+Figures are drawn on matplotlib's Agg canvas, never through pyplot, so a program that uses pyplot is not affected.
 """
 
 import io
@@ -32,7 +31,7 @@ Panel = Callable[[Axes, Theme], None]
 
 
 def pngs(panel: Panel, *themes: Theme) -> list[bytes]:
-    """One panel as a PNG in each theme, laid out once: themes differ in colours alone."""
+    """Draws a panel as a PNG in each theme, with one layout for all."""
     pictures: list[bytes] = []
     sides: dict[str, float] = {}
     for theme in themes:
@@ -46,7 +45,7 @@ def pngs(panel: Panel, *themes: Theme) -> list[bytes]:
 
 
 def overview(assessment: Assessment, findings: Findings, sentence: str) -> bytes:
-    """The main panels on one PNG, the answer above them."""
+    """Draws the main panels on one PNG, with the verdict above them."""
     with rc_context(_style(LIGHT)):
         figure = Figure(figsize=(16.2, 9.6), dpi=110, layout="constrained")
         answer = textwrap.fill(sentence.replace(NARROW, " "), 150)
@@ -65,7 +64,7 @@ def overview(assessment: Assessment, findings: Findings, sentence: str) -> bytes
 
 
 def convergence_panel(assessment: Assessment, what: str) -> Panel:
-    """`agreement`, `cosine` or `kl` against layers run, the checkpoints marked."""
+    """Plots `agreement`, `cosine` or `kl` over layers run, with the checkpoints marked."""
     convergence = assessment.convergence
     values = np.asarray(getattr(convergence, what), dtype=float)
     titles = {
@@ -93,7 +92,7 @@ def convergence_panel(assessment: Assessment, what: str) -> Panel:
 
 
 def learning_panel(reports: Mapping[int, Mapping[str, Any]], what: str) -> Panel:
-    """`may_exit` or `kl` on validation tokens over the tokens that lenses were fitted to, a line per checkpoint."""
+    """Plots `may_exit` or `kl` on validation tokens over the tokens that lenses were fitted to."""
     titles = {"may_exit": "tokens that may exit", "kl": "KL divergence from the full model, nats"}
 
     def draw(axes: Axes, theme: Theme) -> None:
@@ -118,18 +117,18 @@ def learning_panel(reports: Mapping[int, Mapping[str, Any]], what: str) -> Panel
 
 
 def exits_panel(assessment: Assessment, findings: Findings) -> Panel:
-    """Share of tokens that leave at each checkpoint by default; those that run all layers stand apart: no exit."""
+    """Plots the share of tokens that exit at each checkpoint by default, and that run all layers."""
     checkpoints, shares = assessment.evaluation.checkpoints, findings.default.exit_shares
 
     def draw(axes: Axes, theme: Theme) -> None:
         colours = theme.checkpoints(len(checkpoints))
         heights = [*shares, max(0.0, 1 - sum(shares))]
-        places = [*range(len(shares)), len(shares) + 0.5]
-        bars = axes.bar(places, heights, color=[*colours, theme.full], edgecolor=theme.ink, linewidth=0.6)
+        positions = [*range(len(shares)), len(shares) + 0.5]
+        bars = axes.bar(positions, heights, color=[*colours, theme.full], edgecolor=theme.ink, linewidth=0.6)
         bars[-1].set_hatch("//")
         axes.bar_label(bars, [f"{100 * height:.1f} %" for height in heights], padding=2, fontsize=9)
         axes.axvline(len(shares) - 0.25, color=theme.faint, linestyle=":")
-        axes.set_xticks(places, [*map(str, checkpoints), f"all {assessment.evaluation.num_layers}\n(no exit)"])
+        axes.set_xticks(positions, [*map(str, checkpoints), f"all {assessment.evaluation.num_layers}\n(no exit)"])
         axes.set(title="Where tokens leave by default", xlabel="layers run", ylabel="tokens")
         axes.set_ylim(0, 1.14 * max(heights))
         axes.yaxis.set_major_formatter(PERCENT)
@@ -139,7 +138,7 @@ def exits_panel(assessment: Assessment, findings: Findings) -> Panel:
 
 
 def precision_recall_panel(findings: Findings) -> Panel:
-    """Each router against its label, at every threshold, and where the default lies."""
+    """Plots precision over recall of each router at every threshold, with the default marked."""
 
     def draw(axes: Axes, theme: Theme) -> None:
         lowest = 1.0
@@ -151,7 +150,7 @@ def precision_recall_panel(findings: Findings) -> Panel:
                 axes.plot([], [], color=colour, label=f"{name}: no token may leave")
                 continue
             rows = np.unique(np.linspace(0, len(router.recall_curve) - 1, CURVE_POINTS).astype(int))
-            # The first few exits say little of a router: one wrong token of two is a precision of a half.
+            # The first few exits say little about a router: one wrong token of two is a precision of a half.
             steady = router.recall_curve[rows] >= 0.01
             axes.plot(router.recall_curve[rows], router.precision_curve[rows], color=colour, label=name)
             lowest = min(lowest, float(router.precision_curve[rows][steady].min()))
@@ -170,16 +169,16 @@ def precision_recall_panel(findings: Findings) -> Panel:
 
 
 def reliability_panel(routers: Sequence[RouterFinding], shown: int | None = None) -> Panel:
-    """Scores against what is so, for one router (number `shown`) or all of them."""
+    """Plots the share of tokens that may exit over the score, for router `shown` or all."""
 
     def draw(axes: Axes, theme: Theme) -> None:
         colours = theme.checkpoints(len(routers))
         axes.plot([0, 1], [0, 1], color=theme.fixed, linestyle="--", linewidth=1, label="score = probability")
         for i, (router, colour) in enumerate(zip(routers, colours, strict=True)):
             if shown is None or shown == i:
-                found: Reliability = router.reliability
-                label = f"after {router.checkpoint}: ECE {100 * found.error:.1f} %"
-                axes.plot(found.score, found.share, color=colour, marker=MARKERS[i % len(MARKERS)], label=label)
+                bins: Reliability = router.reliability
+                label = f"after {router.checkpoint}: ECE {100 * bins.error:.1f} %"
+                axes.plot(bins.score, bins.share, color=colour, marker=MARKERS[i % len(MARKERS)], label=label)
         title = "Are scores probabilities?" if shown is None else f"Score after {routers[shown].checkpoint} layers"
         axes.set(title=title, xlabel="mean score of the bin", ylabel="tokens of the bin that may leave")
         axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
@@ -190,10 +189,10 @@ def reliability_panel(routers: Sequence[RouterFinding], shown: int | None = None
 
 
 def quality_panel(assessment: Assessment, findings: Findings, quality: str, cost: str, close: bool = False) -> Panel:
-    """One quality (`agreement`, `kl`, `perplexity_change`) against one cost (`layers`, `flops`), both per token.
+    """Plots a quality (`agreement`, `kl`, `perplexity_change`) over a cost (`layers`, `flops`) per token.
 
     Args:
-        close: the part where most tokens are kept, instead of all.
+        close: show only the range where most tokens are kept.
     """
     titles = {
         "agreement": "Tokens kept",
@@ -260,7 +259,7 @@ def _quality_axis(axes: Axes, quality: str, close: bool) -> None:
         axes.yaxis.set_major_formatter(PERCENT)
         axes.set_ylim(*((0.895, 1.005) if close else (-0.02, 1.04)))
         return
-    # A static early exit is a hundred times as far off as a chosen one; both must be readable.
+    # A fixed exit is off by a hundred times as much as chosen thresholds; both must be readable.
     axes.set_yscale("symlog", linthresh=0.01, linscale=0.5)
     low, high = axes.dataLim.intervaly
     axes.set_ylim(0 if quality == "kl" else min(2 * low, -0.005), max(2 * high, 0.02))
@@ -279,7 +278,7 @@ def _dot(colour: str, theme: Theme, size: float = 8) -> dict[str, Any]:
     return {"color": colour, "markeredgecolor": theme.ink, "markersize": size, "zorder": 5}
 
 
-def _style(theme: Theme) -> Any:  # matplotlib's stubs want every key spelled out as a Literal
+def _style(theme: Theme) -> Any:  # matplotlib's stubs require every key as a Literal
     return {
         "text.usetex": False,
         "figure.facecolor": theme.paper,

@@ -1,7 +1,4 @@
-"""Sums up the report in a sentence or two: what this model gains from early exits, and if nothing, why.
-
-Second step of `write_report`, from `findings` alone; the command line may print the same.
-"""
+"""Sums up in a sentence or two what a model gains from early exits, or why it gains nothing."""
 
 import math
 from dataclasses import dataclass
@@ -11,9 +8,9 @@ from tide_export.report.findings import Choice, Findings, RouterFinding
 from tide_export.report.wording import listed, number, percent
 
 HEADLINE_TARGET = 0.98
-WORTHWHILE = 0.05  # of the layers: less is eaten up by routers and bookkeeping
-MUCH = 0.10  # of the layers a perfect router would save: with less, routers are not what is wanting
-OFTEN = 0.5  # of the tokens
+WORTHWHILE = 0.05  # share of layers saved; routers and bookkeeping cost as much as less would save
+MUCH = 0.10  # share of layers that a perfect router would save; with less, routers are not the cause
+OFTEN = 0.5  # share of the tokens
 
 REASONS = {
     "heads": "its early heads rarely give the full model's answer",
@@ -32,13 +29,13 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What stands on top of the report.
+    """The summary on top of the report.
 
     Attributes:
-        gains: whether exits are worth having at `HEADLINE_TARGET`.
-        reason: `heads`, `late` or `routers` where they are not, else None.
+        gains: whether exits save `WORTHWHILE` layers at `HEADLINE_TARGET`.
+        reason: the cause if they do not: `heads`, `late` or `routers`; else None.
         sentence: one or two plain sentences.
-        advice: what to try, where there is nothing gained; else empty.
+        advice: advice if they do not; else empty.
     """
 
     gains: bool
@@ -48,7 +45,7 @@ class Verdict:
 
 
 def verdict(assessment: Assessment, findings: Findings) -> Verdict:
-    """The answer, at the choice that keeps `HEADLINE_TARGET` of the tokens."""
+    """Sums up the findings at the choice that keeps `HEADLINE_TARGET` of the tokens."""
     depth = assessment.evaluation.num_layers
     choice = findings.choice(HEADLINE_TARGET)
     saved = saved_share(choice, depth)
@@ -75,7 +72,7 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
 
 
 def default_sentence(assessment: Assessment, findings: Findings) -> str:
-    """What the bundle does when no threshold is given."""
+    """Describes the bundle's result with its default thresholds."""
     depth, outcome = assessment.evaluation.num_layers, findings.default
     open_at = [r for r in findings.routers if r.threshold < 1.0]
     if not open_at:
@@ -99,7 +96,7 @@ def default_sentence(assessment: Assessment, findings: Findings) -> str:
 
 
 def saved_share(choice: Choice, depth: int) -> float:
-    """Share of the layers that a choice does not run, 0 .. 1."""
+    """Returns the share of the layers that a choice does not run, 0 .. 1."""
     return 1 - choice.outcome.layers / depth
 
 
@@ -121,7 +118,7 @@ def _evidence(findings: Findings, reason: str, choice: Choice, possible: float) 
 
 
 def _cheaper(findings: Findings, depth: int) -> str:
-    """The least sacrifice that is worth something, if one of the targets is."""
+    """Names the highest lower target that saves `WORTHWHILE` layers, if one does."""
     for choice in findings.choices:
         if choice.target < HEADLINE_TARGET and saved_share(choice, depth) >= WORTHWHILE:
             return f" Keeping {percent(choice.target, 0)} would save {percent(saved_share(choice, depth), 0)}."

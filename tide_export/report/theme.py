@@ -1,7 +1,7 @@
-"""Colours of the report for light and dark screens, distinguishable with any kind of colour vision.
+"""Defines the report's colours for light and dark screens, distinguishable with any colour vision.
 
-Used by `plots` (lines, bars) and by `page` (the examples' backgrounds), so that a checkpoint has one colour throughout.
-Lines that are not checkpoints are of Okabe and Ito's palette; checkpoints are steps of viridis, early ones light.
+A checkpoint has one colour in all plots and examples: a step of viridis, early ones light. Other lines use the palette
+of Okabe and Ito.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex, to_rgb
 
 @dataclass(frozen=True)
 class Theme:
-    """One of the two looks; colours as `#rrggbb`."""
+    """Colours of one of the two looks, as `#rrggbb`."""
 
     name: str
     paper: str
@@ -23,11 +23,11 @@ class Theme:
     fixed: str  # exits at one checkpoint, no router
     perfect: str
     full: str  # tokens that run all layers
-    deep: float  # where on viridis the last checkpoint lies
-    shallow: float  # and the first
+    deep: float  # position of the last checkpoint on viridis
+    shallow: float  # position of the first
 
     def checkpoints(self, count: int) -> list[str]:
-        """One colour per checkpoint, the first the lightest."""
+        """Returns one colour per checkpoint, the first the lightest."""
         steps = (
             [self.shallow]
             if count == 1
@@ -65,7 +65,7 @@ DARK = Theme(
 
 
 def text_on(background: str) -> str:
-    """Black or white, whichever is easier to read on `background` (relative luminance of WCAG 2)."""
+    """Returns black or white, the easier to read on `background` (relative luminance of WCAG 2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(background)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if (luminance + 0.05) / 0.05 >= 1.05 / (luminance + 0.05) else "#ffffff"

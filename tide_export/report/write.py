@@ -1,16 +1,15 @@
-"""Writes the suitability report: whether a model gains from early exits, as an HTML page and a PNG.
+"""Writes the suitability report, an HTML page and a PNG: whether a model gains from early exits.
 
-Last step of calibration: `Assessment` -> findings (numbers) -> verdict (a sentence) -> plots and page -> files.
-Call `check_report_path` before the hours of calibration and `write_report` after them. Needs matplotlib, which is part
-of the `export` extra.
+`Assessment` -> findings (numbers) -> verdict (a sentence) -> plots and page -> files. Call `check_report_path` before
+the hours of calibration and `write_report` after them. Needs matplotlib (extra `export`).
 """
 
 import os
 from pathlib import Path
 
 from tide_export.calibration.assessment import Assessment
+from tide_export.common.files import check_writable, failure, replace_files
 from tide_export.errors import ConfigError
-from tide_export.files import check_writable, failure, replace_files
 from tide_export.report.findings import investigate
 from tide_export.report.page import render
 from tide_export.report.plots import overview
@@ -20,10 +19,10 @@ __all__ = ["check_report_path", "headline", "write_report"]
 
 
 def check_report_path(path: str | os.PathLike[str]) -> None:
-    """Refuses a path that `write_report` could not write, and leaves no file.
+    """Checks that `write_report` can write to a path; leaves no file.
 
     Raises:
-        ConfigError: the suffix is not .html, a folder is in the way, or the folder is missing or not writable.
+        ConfigError: the suffix is not .html, the path is a folder, or its folder is missing or not writable.
     """
     target = Path(path)
     if target.suffix != ".html":
@@ -41,22 +40,22 @@ def check_report_path(path: str | os.PathLike[str]) -> None:
 
 
 def headline(assessment: Assessment) -> str:
-    """The report's first sentence alone, for the log.
+    """Returns the report's first sentence, for the log.
 
     Raises:
-        CalibrationError: fewer than two held-out tokens.
+        CalibrationError: there are fewer than two held-out tokens.
     """
     return verdict(assessment, investigate(assessment)).sentence
 
 
 def write_report(assessment: Assessment, path: Path) -> str:
-    """Writes the page to `path` and its main panels to a PNG of the same name beside it; returns the first sentence.
+    """Writes the page to `path` and its main panels to a PNG of the same name; returns its first sentence.
 
-    Both files are complete before either is put in place, replacing what was there.
+    Both files are complete before either replaces an existing one.
 
     Raises:
-        ConfigError: as in `check_report_path`, or the disk is full.
-        CalibrationError: fewer than two held-out tokens.
+        ConfigError: as `check_report_path` raises it, or the disk is full.
+        CalibrationError: there are fewer than two held-out tokens.
     """
     target = Path(path)
     check_report_path(target)

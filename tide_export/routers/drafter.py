@@ -1,19 +1,18 @@
-"""The weights of a drafter: one decoder layer that reads the last token and the model's final state, and proposes the
-next token from a vocabulary of its own, as EAGLE does (Li et al. 2024, https://arxiv.org/abs/2401.15077).
+"""Holds the weights of a drafter, a decoder layer that proposes the next token as EAGLE does.
 
-For a token with embedding x [E] after a position whose final state is s [D] (what the model's head reads, the final
-norm applied), where rms(a) = a / sqrt(mean(a^2) + EPSILON):
+It reads the last token and the model's final hidden state, and proposes tokens of a reduced vocabulary (Li et al. 2024,
+https://arxiv.org/abs/2401.15077). For a token with embedding x [E] after a position whose final hidden state is s [D]
+(after the final norm), where rms(a) = a / sqrt(mean(a^2) + EPSILON):
 
     e = rms(x) * embedding_norm
     g = rms(clip((s - center) / scale, -LIMIT, LIMIT)) * state_norm
     z = fuse [e; g]
-    z = z + out attention(qkv (rms(z) * attention_norm))      causal, rotary (ROTARY_BASE, halves), its own K/V
+    z = z + out attention(qkv (rms(z) * attention_norm))      causal, rotary (ROTARY_BASE, halves), separate K/V
     z = z + down (silu(gate h) * up h),  h = rms(z) * mlp_norm
     logits = head (rms(z) * final_norm),  next s = z * scale + center
 
-The next state takes the place of the model's for a further draft. The first token of a sequence has no state before it
-and is left out: row i is of token i + 1 and state i, at position i. `head` has the rows of the model's own head for
-`tokens`.
+The next state replaces the model's for a further draft. The first token of a sequence has no state before it and is
+omitted: row i is token i + 1 with state i, at position i. `head` holds the rows of the model's head for `tokens`.
 """
 
 from collections.abc import Mapping
@@ -31,24 +30,24 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """Widths of a drafter. `state`: D, `embedding`: E, `mlp`: of gate and up; attention has heads of HEAD_DIM."""
+    """Sizes of a drafter; its attention heads have HEAD_DIM dimensions."""
 
-    state: int
-    embedding: int
+    state: int  # D
+    embedding: int  # E
     heads: int
     kv_heads: int
-    mlp: int
+    mlp: int  # rows of gate and of up
 
     @classmethod
     def of(cls, state: int, embedding: int) -> "Shape":
-        """The shape for a model with states and embeddings of these widths."""
+        """Returns the shape for a model with states and embeddings of these widths."""
         heads = max(1, state // HEAD_DIM)
         group = next(group for group in (4, 3, 2, 1) if heads % group == 0)
         return cls(state, embedding, heads, heads // group, max(64, round(state * 8 / 3 / 64) * 64))
 
     @property
     def arrays(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each array but the head, matrices as [out, in]; `qkv`, `gate_up` are stacked in that order."""
+        """Shapes of the arrays without the head, matrices [out, in]; `qkv` and `gate_up` are stacked."""
         wide, narrow = self.heads * HEAD_DIM, self.kv_heads * HEAD_DIM
         return {
             "center": (self.state,),
@@ -68,17 +67,17 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Drafter:
-    """A trained drafter.
+    """Holds a trained drafter.
 
     Attributes:
-        shape: its widths.
+        shape: its sizes.
         tokens: ids that it can propose, ascending, int64 [n].
         head: rows of the model's head for `tokens`, float32 [n, D].
-        bias: of these, float32 [n]; None where the head has none.
-        arrays: float32, as `Shape.arrays`.
-        acceptance: share of drafts that held-out answers accept by confidence, at CONFIDENCES' intervals.
-        weights_sha256: of the model that it was trained for.
-        provenance: how it was made and what was measured, for `inspect`.
+        bias: the head's bias for `tokens`, float32 [n]; None: the head has none.
+        arrays: float32, with the shapes of `Shape.arrays`.
+        acceptance: share of drafts accepted on held-out answers, per interval of CONFIDENCES.
+        weights_sha256: checksum of the weights of the model that it was trained for.
+        provenance: record of its training and measurements, for `inspect`.
     """
 
     shape: Shape
@@ -92,7 +91,7 @@ class Drafter:
 
     @property
     def matrices(self) -> dict[str, NDArray[np.float32]]:
-        """All matrices [out, in], those that are stacked apart: fuse, q, k, v, out, gate, up, down and head."""
+        """All matrices [out, in], unstacked: fuse, q, k, v, out, gate, up, down and head."""
         wide, narrow = self.shape.heads * HEAD_DIM, self.shape.kv_heads * HEAD_DIM
         query, key, value = np.split(self.arrays["qkv"], [wide, wide + narrow])
         gate, up = np.split(self.arrays["gate_up"], 2)
@@ -100,6 +99,6 @@ class Drafter:
         return named | {"gate": gate, "up": up, "down": self.arrays["down"], "head": self.head}
 
 
-# Lower ends of the intervals of confidence (the probability of the drafted token among `tokens` at the request's
-# temperature) whose drafts are counted together.
+# Lower ends of the intervals of confidence for which acceptance is counted. Confidence is the probability of the
+# drafted token among `tokens` at the request's temperature.
 CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9)

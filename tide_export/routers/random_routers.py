@@ -1,6 +1,6 @@
-"""Makes random routers for the tests and `tools/checks/parity.py`.
+"""Creates random routers for the tests and `tools/checks/parity.py`.
 
-Calibrated routers of a good model rarely use every checkpoint; these take every path of the graph.
+Calibrated routers of a good model rarely use every checkpoint; random ones take every path of the graph.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ def random_routers(
     lens_rank: int = 0,
     seed: int = 0,
 ) -> RouterSet:
-    """Makes seeded random routers whose logits on `ids` have mean 0 and deviation 2: scores are all over [0, 1].
+    """Creates seeded random routers whose logits on `ids` have mean 0 and standard deviation 2.
 
     Args:
         ids: token ids of a text.
-        shortlist: rows of the head that the routers read; 0: routers of TIDE's form.
-        lens_rank: rank of a random lens at every checkpoint that moves states by a third of their size; 0: none.
+        shortlist: rows of the head that the routers read; 0: TIDE's form.
+        lens_rank: rank of a random lens at every checkpoint, which moves states by a third of their size; 0: none.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,13 +1,12 @@
-"""Defines the networks at a checkpoint: a router, and where it pays a lens.
+"""Defines the networks at a checkpoint: a router and, optionally, a lens.
 
 A lens maps the raw state of its checkpoint towards the last layer's (tuned lens, https://arxiv.org/abs/2303.08112);
-without one the state is used unchanged, which is TIDE's rule. A router reads the normalized state after the lens, the
-same as the head would, and computes a score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1,
-`router.py`).
+without one the state is used unchanged, as in TIDE. A router reads the normalized state after the lens, as the head
+does, and computes a score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1, `router.py`).
 
-Such a network is too small to compute the head's confidence, the best predictor of whether its answer is final. So this
-package's routers also read a *shortlist*: the head's logits of the few hundred tokens that the model predicts most. The
-log-probabilities of the first and the second among them are added to the hidden layer.
+The best predictor of whether a token is final is the head's confidence, which so small a network cannot compute. So
+this package's routers also read a *shortlist*: the head's logits of the few hundred tokens that the model predicts
+most. The two largest log-probabilities among them are added to the hidden layer.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ SUMMARY_SIZE = 2  # log-probabilities in the summary of a shortlist
 
 @dataclass(frozen=True)
 class RouterArrays:
-    """A router's weights in float32, laid out for `x @ weight`.
+    """Holds a router's weights in float32, laid out for `x @ weight`.
 
     Attributes:
         down: [D, R].
@@ -40,7 +39,7 @@ class RouterArrays:
 
 @dataclass(frozen=True)
 class LensArrays:
-    """A lens's weights in float32: down [D, r] and up [r, D], laid out for `x @ weight`, and bias [D]."""
+    """Holds a lens's float32 weights: down [D, r] and up [r, D], for `x @ weight`, and bias [D]."""
 
     down: np.ndarray
     up: np.ndarray
@@ -52,9 +51,9 @@ class Router(nn.Module):
 
     Attributes:
         down: Linear(D, R, no bias).
-        up: Linear(R, 1); TIDE's has no bias, which is a bias of 0.
-        shortlist: rows of the head [N, D], a buffer that is not trained; None for TIDE's form.
-        confidence: Linear(2, R, no bias) on the summary of the shortlist; only where there is one.
+        up: Linear(R, 1); TIDE's routers have no bias, so theirs is 0.
+        shortlist: rows of the head [N, D], a buffer that is not trained; None in TIDE's form.
+        confidence: Linear(2, R, no bias) on the summary of the shortlist; missing without a shortlist.
     """
 
     shortlist: torch.Tensor | None
@@ -73,7 +72,7 @@ class Router(nn.Module):
         return self.logit_with(normalized, None if self.shortlist is None else summarize(normalized, self.shortlist))
 
     def logit_with(self, normalized: torch.Tensor, summary: torch.Tensor | None) -> torch.Tensor:
-        """Computes `logit` from a summary [..., 2] that is already known (None for TIDE's form)."""
+        """Computes `logit` from a precomputed summary [..., 2]; None in TIDE's form."""
         hidden = self.down(normalized)
         if summary is not None:
             hidden = hidden + self.confidence(summary)
@@ -83,7 +82,6 @@ class Router(nn.Module):
         return torch.sigmoid(self.logit(normalized))
 
     def arrays(self) -> RouterArrays:
-        """Returns the weights as arrays."""
         down, up, bias = _array(self.down.weight.T), _array(self.up.weight.T), float(self.up.bias.detach())
         if self.shortlist is None:
             return RouterArrays(down, up, bias)
@@ -91,7 +89,7 @@ class Router(nn.Module):
 
 
 class Lens(nn.Module):
-    """Maps raw states [..., D] to x + up(down(x)) + bias, of low rank; starts as the identity."""
+    """Maps raw states x [..., D] to x + up(down(x)) + bias, of low rank; starts as the identity."""
 
     def __init__(self, hidden_size: int, rank: int):
         super().__init__()
@@ -104,12 +102,11 @@ class Lens(nn.Module):
         return raw + self.up(self.down(raw))
 
     def arrays(self) -> LensArrays:
-        """Returns the weights as arrays."""
         return LensArrays(_array(self.down.weight.T), _array(self.up.weight.T), _array(self.up.bias))
 
 
 def summarize(normalized: torch.Tensor, shortlist: torch.Tensor) -> torch.Tensor:
-    """Computes the two largest log-probabilities [..., 2], the larger first, among the tokens of a shortlist [N, D].
+    """Computes the two largest log-probabilities [..., 2] among the tokens of a shortlist [N, D].
 
     Args:
         normalized: states [..., D].

@@ -1,4 +1,4 @@
-"""Reads and writes the routers, and lenses, of one model: this package's files, and TIDE's `router.pt`."""
+"""Reads and writes the routers and lenses of one model, and reads TIDE's `router.pt`."""
 
 import json
 import logging
@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
+from tide_export.common.files import failure, replace_files
+from tide_export.common.values import parse_json
 from tide_export.errors import RouterFileError, one_line
-from tide_export.files import failure, replace_files
 from tide_export.model.source import SourceModel
 from tide_export.routers.router import Lens, LensArrays, Router, RouterArrays
-from tide_export.values import parse_json
 
 logger = logging.getLogger("tide_export")
 
@@ -26,13 +26,13 @@ FORMAT = "tide_export.routers/2"
 
 @dataclass(frozen=True)
 class RouterSet:
-    """The routers, and lenses, of one model.
+    """Holds the routers and lenses of one model.
 
     Attributes:
-        routers: checkpoint (the number of layers run) -> its router, ascending.
-        provenance: JSON-serializable record of how they were made: source model, weights hash, dataset, config,
-            versions, per-checkpoint report. Empty for a file of TIDE, which records nothing.
-        lenses: checkpoint -> its lens; none where states exit unchanged.
+        routers: checkpoint (the number of layers before it) -> its router, ascending.
+        provenance: JSON-serializable record of the calibration: source model, weights hash, dataset, config, versions,
+            per-checkpoint report. Empty for a file of TIDE.
+        lenses: checkpoint -> its lens; empty if states exit unchanged.
     """
 
     routers: dict[int, Router]
@@ -57,7 +57,7 @@ class RouterSet:
         return "lens" if self.lenses else "identity"
 
     def exit_state(self, source: SourceModel, layers: int, raw: torch.Tensor) -> torch.Tensor:
-        """Computes the normalized states [..., D'] of an exit after `layers` layers, of raw states [..., D]."""
+        """Computes the normalized states [..., D'] of an exit after `layers` layers from raw states [..., D]."""
         lens = self.lenses.get(layers)
         return source.normalize(raw if lens is None else lens.to(raw.device)(raw))
 
@@ -70,7 +70,7 @@ class RouterSet:
         return {layers: lens.arrays() for layers, lens in self.lenses.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all weights by their names in the file; the shortlist, which the routers share, once."""
+        """Returns all weights by their names in the file; the routers share one shortlist."""
         tensors: dict[str, torch.Tensor] = {}
         for layers, router in self.routers.items():
             for name, tensor in router.state_dict().items():
@@ -110,7 +110,7 @@ class RouterSet:
         """Reads a file that `save` wrote, or TIDE's `router.pt` (its layer index l becomes checkpoint l + 1).
 
         Raises:
-            RouterFileError: missing, truncated, corrupt, or not a router file.
+            RouterFileError: the file is missing, truncated, corrupt, or not a router file.
         """
         path = Path(path)
         if not path.is_file():
@@ -118,10 +118,10 @@ class RouterSet:
         return _load_tide(path) if path.suffix in (".pt", ".pth", ".bin") else _load_safetensors(path)
 
     def check(self, source: SourceModel, path: str | os.PathLike) -> None:
-        """Checks that the routers, read from `path`, were made for `source`.
+        """Checks that the routers, read from `path`, belong to `source`.
 
         Raises:
-            RouterFileError: they were made for another depth, width or model.
+            RouterFileError: they belong to a model of another depth, width or weights.
         """
         if self.checkpoints[-1] >= source.num_layers:
             raise RouterFileError(
@@ -152,7 +152,7 @@ class RouterSet:
             )
 
     def check_quantization(self, source: SourceModel, path: str | os.PathLike) -> None:
-        """Warns if the routers were calibrated on another quantization of the weights than that of `source`."""
+        """Warns if the routers were calibrated on another quantization of the weights than `source` has."""
         current = None if source.quantized is None else source.quantized.record
         if self.provenance and self.provenance.get("quantization") != current:
             logger.warning("router file %s was calibrated on weights of another precision: its scores may be off", path)
@@ -192,7 +192,7 @@ def _load_safetensors(path: Path) -> RouterSet:
 
 def _load_tide(path: Path) -> RouterSet:
     try:
-        with warnings.catch_warnings(action="ignore"):  # about the pickle of a damaged file
+        with warnings.catch_warnings(action="ignore"):  # torch warns about the pickle of a damaged file
             state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {int(layer) + 1: dict(parts) for layer, parts in state["router_layers"].items()}
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
@@ -237,7 +237,7 @@ def _build_lens(parts: dict[str, torch.Tensor], layers: int, path: Path) -> Lens
 
 
 def _fill(module: nn.Module, parts: dict[str, torch.Tensor], what: str) -> None:
-    """Loads the weights of a file into `module`; raises RouterFileError for missing, misshapen or non-finite ones."""
+    """Loads a file's weights into `module`; RouterFileError if some are missing, misshapen or not finite."""
     expected = module.state_dict()
     if parts.keys() != expected.keys() or any(parts[name].shape != expected[name].shape for name in expected):
         raise RouterFileError(f"{what} has missing or misshapen weights")

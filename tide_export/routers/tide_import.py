@@ -1,24 +1,24 @@
-"""Imports routers that TIDE itself has trained (`tide-export calibrate --from-tide router.pt`).
+"""Imports routers that TIDE trained (`tide-export calibrate --from-tide router.pt`).
 
-TIDE's file does not name its model. It is checked against the model's depth and width, and the model's name and weights
-hash are recorded, so that from here on the routers are bound to the model's weights like any others.
+TIDE's file does not name its model, so only depth and width can be checked. The model's name and weights hash are then
+recorded, which binds the routers to the model like any others.
 """
 
 import os
 from pathlib import Path
 
+from tide_export.common.version import __version__
 from tide_export.errors import RouterFileError
 from tide_export.model.source import load_model
 from tide_export.routers.router_set import RouterSet
-from tide_export.version import __version__
 
 
 def import_routers(model_name: str, path: str | os.PathLike[str], trust_remote_code: bool = False) -> RouterSet:
-    """Reads the routers in TIDE's file `path` and records model, weights hash and origin in their provenance.
+    """Reads the routers in TIDE's file `path` and records model, weights hash and source.
 
     Raises:
-        ModelError: as `load_model`.
-        RouterFileError: not TIDE's file, damaged, or made for a model of another depth or width.
+        ModelError: as `load_model` raises it.
+        RouterFileError: it is not TIDE's file, is damaged, or is for a model of another depth or width.
     """
     imported = RouterSet.load(path)
     if imported.provenance:

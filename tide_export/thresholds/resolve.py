@@ -1,18 +1,17 @@
-"""Resolves mode, threshold and min_layers into one float per checkpoint, as the graph reads it.
+"""Resolves mode, threshold and min_layers to one threshold per checkpoint, the input of the graph.
 
-Used by `validate`, the oracle and `inspect`, which have no engine; the library does the same for every generation.
+`validate`, the oracle and `inspect` use it without an engine; the library does the same for every generation.
 """
 
 from collections.abc import Sequence
 
+from tide_export.common.values import real_number, shown, whole_number
 from tide_export.errors import GenerationError
-from tide_export.values import real_number, shown, whole_number
 
 MODES = ("auto", "full", "exit", "lossless")
-MAX_THRESHOLD = 1.0  # the largest that a user may give and a manifest may hold; no score is above it
-# What an engine may be given besides: above every score, and below every score.
-NEVER_EXIT = 2.0
-ALWAYS_EXIT = -1.0
+MAX_THRESHOLD = 1.0  # the largest in options and manifests; no score is above it
+NEVER_EXIT = 2.0  # above every score; engines take it, and ALWAYS_EXIT, as well
+ALWAYS_EXIT = -1.0  # below every score
 
 
 def resolve_thresholds(
@@ -21,16 +20,17 @@ def resolve_thresholds(
     min_layers: int = 0,
     mode: str = "exit",
 ) -> list[float]:
-    """One threshold per checkpoint.
+    """Returns one threshold per checkpoint.
 
     Args:
-        checkpoints: layers run at each checkpoint, ascending, e.g. `[4, 8, 12]`.
+        checkpoints: layers before each checkpoint, ascending, e.g. `[4, 8, 12]`.
         threshold: one value in [0, 1] for all, or one per checkpoint.
-        min_layers: a count of layers; checkpoints with fewer layers never exit.
+        min_layers: checkpoints after fewer layers never exit.
         mode: `"full"` turns every checkpoint off; `"exit"` and `"lossless"` use the thresholds.
 
     Raises:
-        GenerationError: a threshold outside [0, 1], a wrong number of them, a negative min_layers, an unknown mode.
+        GenerationError: a threshold is outside [0, 1], their number is wrong, min_layers is negative, or the mode is
+            unknown.
     """
     check_mode(mode)
     whole_number("min_layers", min_layers, minimum=0)
@@ -44,7 +44,7 @@ def resolve_thresholds(
         check_threshold(value)
     if mode == "full":
         return [NEVER_EXIT] * len(checkpoints)
-    return [  # where no score exits, none is computed
+    return [  # NEVER_EXIT instead of MAX_THRESHOLD, so that no score is computed
         float(value) if layers >= min_layers and value < MAX_THRESHOLD else NEVER_EXIT
         for layers, value in zip(checkpoints, values, strict=True)
     ]
@@ -57,7 +57,7 @@ def check_mode(mode: str) -> None:
 
 
 def check_threshold(value: object) -> float:
-    """`value` as a float. Raises GenerationError unless it is a number in [0, 1]."""
+    """Returns `value` as a float; GenerationError unless it is a number in [0, 1]."""
     try:
         number = real_number("threshold", value)
     except GenerationError:

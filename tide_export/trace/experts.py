@@ -1,4 +1,6 @@
-"""Makes mixture-of-experts layers emit two symbolic matrix products instead of sorting tokens by expert.
+"""Makes mixture-of-experts layers emit two symbolic matrix products.
+
+The model would sort tokens by expert.
 
 `transformers` lets a named function compute a layer's experts (`ExpertsInterface`), as it does for attention. The
 functions it has gather a copy of an expert's weights per token or loop over data-dependent slices, which cannot be
@@ -16,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tide_export.names import OP_EXPERT_MATMUL
-from tide_export.progress import quiet_transformers
+from tide_export.common.progress import quiet_transformers
+from tide_export.names.operators import OP_EXPERT_MATMUL
 from tide_export.trace.symbolic import symbolic
 
 IMPLEMENTATION = "tide_export"
@@ -25,7 +27,9 @@ IMPLEMENTATION = "tide_export"
 
 @contextmanager
 def symbolic_experts(model: PreTrainedModel, quantized: Collection[str] = ()) -> Iterator[None]:
-    """While open, `model`'s experts emit symbolic products; a model whose experts cannot be replaced is left alone.
+    """Makes `model`'s experts emit symbolic products, while open.
+
+    A model whose experts cannot be replaced is left alone.
 
     A weight with `<parameter>.0` among `quantized` is not an input of its product, which names the parameter instead.
     """

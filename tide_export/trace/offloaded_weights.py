@@ -90,8 +90,9 @@ def placeholder_weights(source: SourceModel) -> Iterator[Placeholders]:
 
 
 def read_when_written(traced: ir.Model, source: SourceModel, placeholders: Placeholders) -> None:
-    """Replaces placeholders, and views of them, among the initializers of `traced` by tensors that read the weight on
-    access.
+    """Replaces placeholders among the initializers of `traced` by tensors that read the weight on access.
+
+    Views of placeholders too.
 
     Raises:
         TraceError: the exporter computed with a placeholder.

@@ -11,7 +11,10 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def passthrough_cache(layers: int, change: Change = lambda states: states) -> Cache:
-    """A cache of `layers` layers; `change`: from keys or values [B, heads, S, D] to those that attention reads."""
+    """Holds nothing for `layers` layers.
+
+    `change`: from keys or values [B, heads, S, D] to those that attention reads.
+    """
     return Cache(layers=[_PassthroughLayer(change) for _ in range(layers)])
 
 

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tide_export.model.quantized_integers import CheckpointMatrix
 from tide_export.model.quantized_weights import QuantizedWeights
-from tide_export.names import OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL
+from tide_export.names.operators import OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL
 from tide_export.quantize.matrices import is_linear, parameter_names
 from tide_export.trace.symbolic import symbolic
 

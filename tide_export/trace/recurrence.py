@@ -34,7 +34,7 @@ from transformers.activations import ACT2FN
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.source import SourceModel
-from tide_export.names import OP_CAUSAL_CONV, OP_RECURRENCE
+from tide_export.names.operators import OP_CAUSAL_CONV, OP_RECURRENCE
 from tide_export.trace.running_layer import RUNNING
 from tide_export.trace.symbolic import symbolic
 
@@ -75,7 +75,7 @@ class _Numbers:
         self.counts: Counter[int] = Counter()
 
     def attributes(self) -> dict[str, Any]:
-        """Those of the next operator: the layer that runs, and its number in it."""
+        """Returns the layer that runs, and the next operator's number in it."""
         layer = RUNNING.get()
         assert layer is not None
         self.counts[layer] += 1
@@ -100,7 +100,7 @@ def symbolic_recurrence(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _replaced(model: PreTrainedModel) -> Iterator[tuple[Any, str, Callable]]:
-    """What computes the states of `model`: where it is, its name, and what takes its place."""
+    """Lists what computes the states of `model`: where it is, its name, and its replacement."""
     functions, methods, convolve = _replacements(_Numbers())
     for code in _code(model):
         yield from ((code, name, functions[name]) for name in functions if name in vars(code))
@@ -112,14 +112,20 @@ def _replaced(model: PreTrainedModel) -> Iterator[tuple[Any, str, Callable]]:
 
 
 def _sees_the_past(conv: nn.Conv1d) -> bool:
-    """Whether it convolves each channel and pads it by so much that the first outputs, one a token, are causal."""
+    """Whether it convolves each channel causally.
+
+    It pads by so much that the first outputs, one a token, are causal.
+    """
     alone = conv.in_channels == conv.out_channels == conv.groups and conv.stride == conv.dilation == (1,)
     return alone and conv.kernel_size[0] > 1 and conv.padding == (conv.kernel_size[0] - 1,)
 
 
 def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[str, str, Callable]], Callable]:
-    """What takes the place of the functions of transformers, by their names; of methods, by the name of one of their
-    class and their own; and of a convolution's forward."""
+    """Returns the replacements by name.
+
+    Functions of transformers are named by themselves, methods by one of their class and their own, a convolution by its
+    forward.
+    """
 
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
         tokens = hidden_states.transpose(1, 2)
@@ -135,7 +141,7 @@ def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[st
         return symbolic(OP_RECURRENCE, inputs, numbers.attributes(), value.shape)
 
     def no_state(output: torch.Tensor) -> torch.Tensor:
-        """What stands for the state after the text, which callers keep and nothing reads."""
+        """Stands for the state after the text, which callers keep and nothing reads."""
         return output.new_zeros(1)
 
     def delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):

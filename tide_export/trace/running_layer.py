@@ -1,4 +1,7 @@
-"""Knows which decoder layer runs while a model is traced: modules that several layers share do not know it."""
+"""Tracks which decoder layer runs while a model is traced.
+
+Modules that several layers share do not know it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tide_export.names import DOMAIN
+from tide_export.names.operators import DOMAIN
 
 
 def symbolic(
@@ -15,7 +15,10 @@ def symbolic(
     shape: Sequence[int | torch.SymInt],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The result of a node `tide::op_type`, of this shape; its dtype is that of the first input by default."""
+    """Returns the result of a node `tide::op_type`, of this shape.
+
+    Its dtype is that of the first input by default.
+    """
     return torch.onnx.ops.symbolic(
         f"{DOMAIN}::{op_type}", inputs, attributes, dtype=dtype or inputs[0].dtype, shape=shape, version=1
     )

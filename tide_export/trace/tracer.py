@@ -22,30 +22,29 @@ from torch.fx import config as fx_config
 from transformers import PreTrainedModel
 
 from tide_export.errors import TraceError
+from tide_export.graph.builder import OPSET
+from tide_export.graph.rewriting import nodes_of
 from tide_export.model.failures import refuse_trace
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.model.structure import first_tensor, with_first_tensor, with_states
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT, STATE_OPERATORS
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT, STATE_OPERATORS
 from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.attention.masks import Mask, layer_masks
 from tide_export.trace.attention.matching import ExplicitAttentionPass, symbolic_sdpa
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.exporter import complex_ops  # noqa: F401 (registers its operators)
 from tide_export.trace.exporter.decompositions import minimal_decompositions
-from tide_export.trace.exporter.early_mismatches import early_mismatches
 from tide_export.trace.exporter.exact_constants import exact_constants
-from tide_export.trace.exporter.type_promotion import known_results
+from tide_export.trace.lora import symbolic_lora
 from tide_export.trace.offloaded_weights import placeholder_weights, read_when_written
 from tide_export.trace.passthrough_cache import passthrough_cache
 from tide_export.trace.quantized_linear import symbolic_quantized
 from tide_export.trace.recurrence import keeps_state, refuse_unknown_state, symbolic_recurrence
-from tide_export.trace.rewriting import nodes_of
 from tide_export.trace.running_layer import running_layers
 from tide_export.trace.static_rope import static_rope
 from tide_export.trace.symbolic import symbolic
 
-OPSET = 23
 DEFAULT_LENGTH = 2048  # tokens that attention biases are stored for if neither the model nor the caller sets a bound
 
 
@@ -76,13 +75,18 @@ class TracedModel:
 
 
 def trace(
-    source: SourceModel, checkpoints: Sequence[int], max_length: int | None = None, every_layer: bool = False
+    source: SourceModel,
+    checkpoints: Sequence[int],
+    max_length: int | None = None,
+    every_layer: bool = False,
+    lora_rank: int = 0,
 ) -> TracedModel:
     """Traces `source` with markers at `checkpoints` (layers run).
 
     Args:
         max_length: longest sequence the graph will run on, in tokens; by default the model's context.
         every_layer: put markers before the other layers too.
+        lora_rank: rank of the low-rank adapters that the layers have room for; 0: none.
 
     Raises:
         UnsupportedModelError: the architecture cannot be traced; the message names what it lacks.
@@ -94,6 +98,7 @@ def trace(
     masks = layer_masks(source.model, depth)
     with (
         placeholder_weights(source) as placeholders,
+        symbolic_lora(source, lora_rank),
         symbolic_operators(source.model, masks, source.quantized),
         running_layers(source.structure.layers),
         symbolic_recurrence(source.model),
@@ -175,7 +180,7 @@ def export_graph(
     """
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
-        with _quiet_exporter(), minimal_decompositions(), exact_constants(), known_results(), early_mismatches():
+        with _quiet_exporter(), minimal_decompositions(), exact_constants():
             program = torch.onnx.export(
                 module.eval(),
                 tuple(inputs.values()),
@@ -199,8 +204,10 @@ def export_graph(
 
 @contextmanager
 def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
-    """While open, the model emits a marker before each layer of `bounds` (the last one is the depth), after the last
-    layer and after the backbone."""
+    """Makes the model emit markers, while open.
+
+    They come before each layer of `bounds` (the last one is the depth), after the last layer and after the backbone.
+    """
     structure, depth = source.structure, bounds[-1]
 
     def before(layer: int) -> Callable:

@@ -1,8 +1,8 @@
-"""Measures what mode `auto` is on this machine: the fastest of full depth, exits and drafts within an epsilon.
+"""Measures which mode is fastest on this machine within an epsilon; it becomes mode `auto`.
 
-`export` calls `measure_auto` for the thresholds that calibration chose, `tune` for those it certified or for its
-drafting. Modes are interleaved on the same prompts and seeds, sampled at temperature 0.8: greedy text of small models
-repeats itself, which drafts gain from and real use does not.
+`export` measures the thresholds that calibration chose, `tune` those it certified, or its drafting. Modes are
+interleaved on the same prompts and seeds, sampled at temperature 0.8: greedy text of small models repeats itself, which
+makes drafts look better than in real use.
 """
 
 import logging
@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
+from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.manifest import PROPAGATE, Manifest
-from tide_export.names import TOKENIZER_FILE
-from tide_export.progress import stage
+from tide_export.common.progress import stage
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
@@ -30,7 +30,7 @@ from tide_export.tuning.slots import slot_speedup
 
 logger = logging.getLogger("tide_export")
 
-PROVIDER = "cpu"  # which `export` and `tune` measure on
+PROVIDER = "cpu"  # the provider that `export` and `tune` measure on
 TEMPERATURE = 0.8
 PROMPTS = (
     "The history of the city begins with a settlement on the river, where",
@@ -39,29 +39,29 @@ PROMPTS = (
     "Dear Anna, thank you for your letter. I am writing to tell you that",
 )
 NEW_TOKENS = 48  # after each prompt, in each mode and round
-MIN_NEW_TOKENS = 8  # where a token takes so long that the measurement would exceed SECONDS
+MIN_NEW_TOKENS = 8  # if more tokens would take longer than SECONDS
 ROUNDS = 2
 SECONDS = 30.0
-PAYS = 1.02  # times the speed of full depth: less is within the error of the measurement
-WORTH = 0.002  # share of the operations that exits must save for a measurement to be made at all
+PAYS = 1.02  # speed-up over full depth; less is within the error of the measurement
+WORTH = 0.002  # share of the operations that exits must save to be measured
 
 
 def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode | None:
     """Measures the exits that calibration chose for `epsilon`, if by its count they save anything.
 
     Args:
-        bundle: its folder.
-        manifest: of the bundle.
+        bundle: the bundle's folder.
+        manifest: its manifest.
 
     Returns:
-        The record of mode `auto`; None where the routers have no `calibration.operating_points`.
+        Mode `auto`; None if the routers have no `calibration.operating_points`.
     """
     if "operating_points" not in (manifest.calibration or {}):
         return None
     point, reason = None, ""
     try:
         point = _point((manifest.calibration or {})["operating_points"], epsilon, len(manifest.checkpoints))
-    except (KeyError, TypeError, ValueError):  # a router file from elsewhere
+    except (KeyError, TypeError, ValueError):  # a router file of another program
         reason = "the operating points in the routers' record cannot be read"
     if manifest.kv_cache_strategy == PROPAGATE:
         reason = "with propagated K/V the share of tokens that exits change is not known"
@@ -90,10 +90,10 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode |
 def with_exits(
     engine: Engine, thresholds: Sequence[float], epsilon: float, threads: int | None, slots: Sequence[int] = ()
 ) -> AutoMode:
-    """Measures thresholds that `tune` certified for `epsilon`; what was measured of lossless mode is kept.
+    """Measures thresholds that `tune` certified for `epsilon`; keeps the measurement of lossless mode.
 
     Args:
-        slots: sequences at once that they are measured for, too, where they pay for one.
+        slots: numbers of sequences to measure as well, if exits are faster for one.
     """
     pays = any(value < MAX_THRESHOLD for value in thresholds)
     auto = _measured_anew(
@@ -115,13 +115,13 @@ def with_exits(
 def with_lossless(
     engine: Engine, speedup: float | None, request: LosslessRequest, prompts: Sequence[list[int]]
 ) -> AutoMode:
-    """Adds what `tune --mode lossless` measured of one sequence (None: drafting is off), and measures it for several;
-    what was measured of exits is kept.
+    """Adds the speed-up of `tune --mode lossless`, and measures several sequences; keeps that of exits.
 
     Args:
-        engine: which drafts as was measured.
-        request: says for how many sequences at once, if lossless mode is the fastest for one.
-        prompts: to measure them with.
+        engine: an engine with the measured drafting.
+        speedup: measured with one sequence; None: drafting is off.
+        request: its `slots` are measured if lossless mode is the fastest for one sequence.
+        prompts: the prompts to measure with.
     """
     auto = _measured_anew(
         engine.auto or _unmeasured(engine.manifest, 0.0, request.threads),
@@ -138,8 +138,10 @@ def with_lossless(
 
 
 def _measured_anew(known: AutoMode, mode: str, **measured: Any) -> AutoMode:
-    """`known` with what was measured of `mode`. For several sequences it holds what is known of the other mode alone,
-    while it is that."""
+    """Returns `known` with new measurements of `mode`.
+
+    The measurement of several sequences is kept only if the fastest mode remains the other one.
+    """
     auto = chosen(replace(known, slots=None, **measured))
     evidence = {name: value for name, value in auto.evidence.items() if name != "slots"}
     if auto.mode == known.mode != mode:
@@ -155,8 +157,10 @@ def _for_several(
     prompts: Sequence[list[int]],
     slots: Sequence[int],
 ) -> AutoMode:
-    """`auto` for as many sequences at once as the second of `modes`, which it is for one, is faster than the first for,
-    as it is for all fewer that are measured."""
+    """Measures the second of `modes` against the first for several sequences.
+
+    `AutoMode.slots` becomes the largest number for which it is faster, as it must be for all smaller ones measured.
+    """
     speedups = {count: slot_speedup(engine, modes, prompts, count) for count in sorted(slots)}
     losing = [count for count, speedup in speedups.items() if speedup < PAYS]
     paying = [count for count in speedups if count < min(losing, default=count + 1)]
@@ -165,34 +169,34 @@ def _for_several(
 
 
 def _modes(thresholds: Sequence[float]) -> list[GenerationConfig]:
-    """Full depth and exits, as they are measured."""
+    """Returns the two modes to compare: full depth, and exits with `thresholds`."""
     full = GenerationConfig(mode="full", temperature=TEMPERATURE, stop_token_ids=())
     return [full, replace(full, mode="exit", threshold=tuple(thresholds), min_layers=0)]
 
 
 def chosen(auto: AutoMode) -> AutoMode:
-    """`auto` with the fastest mode of what was measured; full depth unless another is faster by more than 2 %."""
+    """Returns `auto` with the fastest measured mode; full depth unless another is 2 % faster."""
     speeds = {"lossless": auto.lossless_speedup or 0.0, "exit": auto.exit_speedup or 0.0}
     best = max(speeds, key=lambda mode: speeds[mode])
     return replace(auto, mode=best if speeds[best] >= PAYS else "full")
 
 
 def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:
-    """Returns the decoding speed of mode exit with `thresholds` over full depth's, on this machine, now.
+    """Measures the decoding speed of mode exit with `thresholds` relative to full depth.
 
-    The modes take turns token by token. Other programs delay single steps, so the median of the steps that ran equally
-    many layers stands for each of them.
+    The modes are interleaved token by token. Other programs delay single steps, so each step counts as the median of
+    the steps that ran equally many layers.
     """
     modes, prompts = _modes(thresholds), _prompts(engine)
     started = time.perf_counter()
-    _decode(engine, modes, prompts[0], MIN_NEW_TOKENS, seed=0)  # allocates memory, and tells how long a token takes
+    _decode(engine, modes, prompts[0], MIN_NEW_TOKENS, seed=0)  # allocates memory, and times a token
     seconds = time.perf_counter() - started
     affordable = int(MIN_NEW_TOKENS * SECONDS / (seconds * ROUNDS * len(prompts)))
     new_tokens = max(MIN_NEW_TOKENS, min(NEW_TOKENS, affordable, _room(engine.manifest, prompts)))
     steps: list[dict[int, list[float]]] = [{} for _ in modes]
     for number in range(ROUNDS * len(prompts)):
-        done = _decode(engine, modes, prompts[number % len(prompts)], new_tokens, seed=number)
-        for classes, (times, layers) in zip(steps, done, strict=True):
+        decoded = _decode(engine, modes, prompts[number % len(prompts)], new_tokens, seed=number)
+        for classes, (times, layers) in zip(steps, decoded, strict=True):
             for value, count in zip(times, layers, strict=True):
                 classes.setdefault(count, []).append(value)
     costs = [sum(len(times) * median(times) for times in classes.values()) for classes in steps]
@@ -202,7 +206,7 @@ def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:
 def _decode(
     engine: Engine, modes: Sequence[GenerationConfig], prompt: Sequence[int], new_tokens: int, seed: int
 ) -> list[tuple[list[float], list[int]]]:
-    """Decodes with each mode, one token each in turn; returns seconds and layers run of each token after the first."""
+    """Decodes with each mode, tokens interleaved; returns seconds and layers of each token but the first."""
     streams = [engine.stream(prompt, mode, max_new_tokens=new_tokens, seed=seed) for mode in modes]
     times: list[list[float]] = [[] for _ in streams]
     for _ in range(new_tokens):
@@ -236,10 +240,10 @@ def _unmeasured(manifest: Manifest, epsilon: float, threads: int | None, reason:
 
 
 def _point(points: Any, epsilon: float, checkpoints: int) -> dict[str, Any] | None:
-    """Returns the operating point for the largest share of at most `epsilon`, checked; None where there is none.
+    """Checks and returns the operating point for the largest share up to `epsilon`; None: none.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not one for so many checkpoints.
+        KeyError, TypeError, ValueError: it does not fit the number of checkpoints, or is damaged.
     """
     allowed = [point for point in points if float(point["epsilon"]) <= epsilon]
     if not allowed:
@@ -262,7 +266,7 @@ def _evidence(source: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine(threads: int | None) -> str:
-    """The processor's name and the threads of a step."""
+    """Returns the processor's name and the threads of a step."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Chooses candidate thresholds on the path's prompts and tests them in order on the calibration's.
+"""Chooses candidate thresholds on the path prompts and tests them in order on the calibration prompts.
 
 The candidates and their order are fixed before the first calibration loss is computed.
 """
@@ -13,10 +13,10 @@ from tide_export.tuning.guarantee import best_bet, fixed_sequence_test, p_value
 from tide_export.tuning.measure import Measurement
 
 MAX_CANDIDATES = 30
-PRICES = 120  # of the frontier that the candidates are taken from
-STEP = 0.05  # times epsilon: how far apart the path risks of two candidates may lie
-MAX_HALVINGS = 5  # of the interval between two settings, to get there
-MAX_PATH_RISK = 1.5  # times epsilon: a setting that was wrong more often on the path cannot pass
+PRICES = 120  # tried for the frontier of candidates
+STEP = 0.05  # times epsilon: largest difference of path risk between neighbouring candidates
+MAX_HALVINGS = 5  # of the interval between two settings, to reach STEP
+MAX_PATH_RISK = 1.5  # times epsilon: a setting with a higher path risk would not pass
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Tested:
 
     Attributes:
         thresholds: one per checkpoint that may exit.
-        path_risk: mean loss on the path's prompts, which it was chosen on (so biased low).
-        risk: mean loss on the calibration's.
-        bet: with which it was tested (`guarantee.best_bet` of the path's losses); None for the binomial test.
-        p_value: of "the true risk is above epsilon".
-        layers: mean layers per token on the calibration's prompts.
-        passed: p_value <= delta, as for all before it.
+        path_risk: mean loss on the path prompts, on which it was chosen (so biased low).
+        risk: mean loss on the calibration prompts.
+        bet: the bet of the test (`guarantee.best_bet` of the path losses); None: the binomial test.
+        p_value: of the hypothesis that the true risk is above epsilon.
+        layers: mean layers per token on the calibration prompts.
+        passed: p_value <= delta; also true of all candidates before it.
     """
 
     thresholds: tuple[float, ...]
@@ -43,7 +43,7 @@ class Tested:
 
 
 def candidates(path: Measurement, epsilon: float, max_candidates: int = MAX_CANDIDATES) -> list[Point]:
-    """Settings to test, from the safest with any exits to the most aggressive."""
+    """Returns the settings to test, from the safest with any exits to the most aggressive."""
     columns = path.scores.shape[-1]
     scores, agrees = path.scores.reshape(-1, columns), path.agrees.reshape(-1, columns)
     points = [p for p in frontier(scores, agrees, path.layers, path.depth, PRICES) if p.layers < path.depth]
@@ -59,7 +59,10 @@ def candidates(path: Measurement, epsilon: float, max_candidates: int = MAX_CAND
 
 
 def _between(before: Point, after: Point, path: Measurement, step: float, halvings: int) -> list[Point]:
-    """Settings halfway, until the risks of neighbours differ by `step` at most: the tests can end near epsilon."""
+    """Adds settings halfway until the risks of neighbours differ by at most `step`.
+
+    So the tests can end near epsilon.
+    """
     if halvings == 0 or before.agreement - after.agreement <= step:
         return []
     columns = path.scores.shape[-1]
@@ -81,13 +84,13 @@ def certify(
     delta: float,
     binary: bool = False,
 ) -> list[Tested]:
-    """Tests candidates in order, up to and including the first that fails; the last that passed may be used.
+    """Tests candidates in order, up to and including the first that fails.
 
-    With probability 1 - `delta` or more over the calibration's prompts, what passed has a true risk of at most
-    `epsilon` (Learn then Test, fixed sequence).
+    The last that passed may be used: with probability 1 - `delta` or more over the calibration prompts, its true risk
+    is at most `epsilon` (Learn then Test, fixed sequence).
 
     Args:
-        path: what `points` were chosen on.
+        path: the measurement that `points` were chosen on.
         binary: each loss is 0 or 1, and no two come from one document: the test is the exact binomial one.
     """
     settings = [(point, None if binary else best_bet(path.losses(point.thresholds), epsilon)) for point in points]

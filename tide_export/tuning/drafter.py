@@ -1,4 +1,4 @@
-"""Measures what a bundle's drafter costs and gains on this machine, when `draft` has written it."""
+"""Measures the cost and the speed-up of a bundle's drafter, after `draft` has written it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,16 +18,15 @@ METHOD = "interleaved generations after the drafter was trained"
 def with_drafter(
     engine: Engine, prompts: Sequence[list[int]], temperature: float, new_tokens: int
 ) -> tuple[Manifest, Comparison]:
-    """Compares lossless mode by the drafter and prompt lookup with full depth, interleaved.
+    """Compares lossless mode with drafter and prompt lookup to full depth, interleaved.
 
     Args:
-        engine: of a bundle with a drafter.
-        prompts: to generate after, which the drafter has not seen; at least one.
-        new_tokens: after each.
+        engine: an engine on a bundle with a drafter.
+        prompts: one or more, none seen by the drafter.
+        new_tokens: tokens to generate after each.
 
     Returns:
-        The manifest with the costs and what mode auto is; nothing is drafted where it is not faster. And what was
-        measured.
+        The manifest with the costs, the drafting (off if it is not faster) and mode auto; and the measured comparison.
     """
     checkpoints = len(engine.manifest.checkpoints)
     request = LosslessRequest(dataset="", prompts=len(prompts), new_tokens=new_tokens, temperature=temperature)

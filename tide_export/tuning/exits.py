@@ -1,12 +1,12 @@
-"""Mode exit of `tune`: thresholds with a guarantee, found and tested on the deployed graph itself.
+"""Finds exit thresholds with a guarantee on the deployed graph (`tune --mode exit`).
 
-Candidates are chosen on one part of the documents (`choose`) and tested on the others (`guarantee`).
+Candidates are chosen on some of the documents (`choose`) and tested on the others (`guarantee`).
 """
 
 import logging
 
+from tide_export.common.progress import stage
 from tide_export.errors import TuneError
-from tide_export.progress import stage
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.auto import with_exits
@@ -21,7 +21,7 @@ logger = logging.getLogger("tide_export")
 
 
 def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitReport:
-    """Finds the certified thresholds that save most layers; see `tuning.tune.tune`."""
+    """Finds the certified thresholds that save most layers, for `tuning.tune.tune`."""
     _require_enough(prompts, request)
     manifest = engine.manifest
     min_layers = manifest.min_layers if request.min_layers is None else request.min_layers
@@ -61,7 +61,7 @@ def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitRe
 
 
 def _require_enough(prompts: Prompts, request: ExitRequest) -> None:
-    """Raises before hours of measuring that could certify nothing."""
+    """Checks that the prompts can certify anything, before hours of measuring."""
     needed = prompts_needed(request.epsilon, request.delta)
     if len(prompts.calibration) < needed:
         raise TuneError(

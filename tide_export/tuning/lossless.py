@@ -1,9 +1,8 @@
-"""Mode lossless of `tune`: how to draft on this machine to get most tokens a second, or not at all.
+"""Finds the fastest drafting of lossless mode on this machine (`tune --mode lossless`).
 
-Lossless mode gives the full model's tokens whatever is drafted, so nothing here is about quality. The model's
-continuations of some prompts, sampled or greedy, are recorded; `replay` finds the setting that should be fastest; full
-and lossless mode then really generate, interleaved, from prompts of other documents. Where the measured speed-up is too
-small, drafting is stored as off.
+Drafts never change the tokens of lossless mode, so only speed counts. The model's continuations of some prompts are
+recorded; `replay` estimates the fastest setting; full and lossless mode then generate, interleaved, from prompts of
+other documents. If the measured speed-up is too small, drafting is stored as off.
 """
 
 import logging
@@ -13,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
+from tide_export.common.progress import stage
 from tide_export.errors import TuneError
-from tide_export.progress import stage
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import Generation
 from tide_export.tuning.auto import with_lossless
@@ -26,19 +25,19 @@ from tide_export.tuning.request import LosslessRequest
 
 logger = logging.getLogger("tide_export")
 
-MIN_SPEEDUP = 1.03  # measured; below it drafting is stored as off
+MIN_SPEEDUP = 1.03  # measured; below it, drafting is stored as off
 
 
 def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) -> LosslessReport:
-    """Finds the fastest way to draft; see `tuning.tune.tune`."""
+    """Finds the fastest drafting, for `tuning.tune.tune`."""
     checkpoints = engine.manifest.checkpoints
     with stage("recording continuations", total=2 * len(prompts.path)) as advance:
         texts = []
         for seed, prompt in enumerate(prompts.path):
             texts.append([*prompt, *_decode(engine, prompt, request, "full", seed).tokens])
             advance(1)
-        shown = [text[:-1] for text in texts]  # what follows the last token is not needed
-        recorded = measure_prompts(engine, shown, request.prompt_length, checkpoints, advance)
+        inputs = [text[:-1] for text in texts]  # no prediction is needed after the last token
+        recorded = measure_prompts(engine, inputs, request.prompt_length, checkpoints, advance)
         recorded = replace(recorded, full=np.array([text[request.prompt_length :] for text in texts]))
     with stage("timing steps"):
         costs = step_costs(engine, texts[0])
@@ -46,9 +45,9 @@ def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) ->
         settings = settings_to_measure(recorded, costs, prompts.path)
     setting, measured = off(costs, len(checkpoints)), Comparison(1.0)
     for number, tried in enumerate(settings):
-        found = compare(engine, engine.drafting_as(tried.drafting(costs, {})), prompts.calibration, request)
-        if number == 0 or found.speedup > measured.speedup:
-            setting, measured = tried, found
+        comparison = compare(engine, engine.drafting_as(tried.drafting(costs, {})), prompts.calibration, request)
+        if number == 0 or comparison.speedup > measured.speedup:
+            setting, measured = tried, comparison
     expected = replay(recorded, costs, prompts.path, setting)
     tuned = engine.drafting_as(setting.drafting(costs, {}))
     pays = measured.speedup >= MIN_SPEEDUP
@@ -84,8 +83,12 @@ def _decode(engine: Engine, prompt: Sequence[int], request: LosslessRequest, mod
 
 
 def compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], request: LosslessRequest) -> Comparison:
-    """Times full and lossless mode on the same prompts, interleaved. Raises TuneError: the two modes gave different
-    greedy tokens. Sampled ones are equal up to rounding, which decides a draw among thousands of unlikely tokens."""
+    """Times full and lossless mode on the same prompts, interleaved.
+
+    Raises:
+        TuneError: the two modes gave different greedy tokens. Sampled ones are not compared, because rounding may
+            decide a draw among thousands of unlikely tokens.
+    """
     ratios, drafts = [], dict[str, list[int]]()
     with stage("comparing with full depth", total=len(prompts)) as advance:
         for number, prompt in enumerate(prompts):

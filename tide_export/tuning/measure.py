@@ -1,9 +1,9 @@
 """Runs the deployed graph over the prompts of `tune` and records the result of every exit.
 
-A token depends on its own prefix alone, and no K/V is approximated. So the graph is run only C+1 times over a prompt:
-once at full depth, which gives every router's score, and once for each of C checkpoints with every token exiting there.
-The scores and the C+1 tokens of each position determine the result of *any* thresholds, up to rounding: pending tokens
-are summed several at once when they catch up (`tests/tuning` compares both).
+A token depends on its prefix alone, because K/V are exact. So the graph runs C+1 times over a prompt: once at full
+depth, which gives every router's score, and once for each of C checkpoints with every token exiting there. The scores
+and the C+1 tokens of each position determine the result of *any* thresholds, up to the rounding of pending tokens that
+catch up together (`tests/tuning` compares both).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Measurement:
         scores: float32 [n, P, C], the routers' scores.
         early: int64 [n, P, C], the token of an exit at each checkpoint.
         full: int64 [n, P], the token of full depth after the same prefix.
-        layers: layers run at each of the C checkpoints.
+        layers: layers before each of the C checkpoints.
         depth: layers of the model.
     """
 
@@ -38,18 +38,18 @@ class Measurement:
 
     @property
     def agrees(self) -> np.ndarray:
-        """bool [n, P, C]: the checkpoint's token is that of full depth."""
+        """Whether each checkpoint's token is that of full depth, bool [n, P, C]."""
         return self.early == self.full[..., None]
 
     def outcome(self, thresholds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the graph under C thresholds, and the layers run for each; int64 [n, P] both."""
+        """Returns the tokens under C thresholds and the layers of each, both int64 [n, P]."""
         n, positions, columns = self.scores.shape
-        left = exits(self.scores.reshape(n * positions, columns), thresholds).reshape(n, positions, 1)
-        tokens = np.concatenate([self.early, self.full[..., None]], axis=2)
-        return np.take_along_axis(tokens, left, axis=2)[..., 0], np.array([*self.layers, self.depth])[left[..., 0]]
+        exit_at = exits(self.scores.reshape(n * positions, columns), thresholds).reshape(n, positions, 1)
+        tokens = np.take_along_axis(np.concatenate([self.early, self.full[..., None]], axis=2), exit_at, axis=2)
+        return tokens[..., 0], np.array([*self.layers, self.depth])[exit_at[..., 0]]
 
     def losses(self, thresholds: Sequence[float]) -> np.ndarray:
-        """float64 [n], per prompt: the share of its positions at which the token is not that of full depth."""
+        """Returns each prompt's share of positions with another token than full depth, float64 [n]."""
         tokens, _ = self.outcome(thresholds)
         return (tokens != self.full).mean(axis=1)
 
@@ -64,13 +64,13 @@ def measure_prompts(
     """Runs every prompt C+1 times.
 
     Args:
-        prompts: n of them, `prompt_length + P - 1` token ids each. The first step takes `prompt_length` tokens and
-            gives position 0; each further step takes one token of the text (not the model's own).
-        checkpoints: C of the bundle's (layers run), ascending: those that may exit.
+        prompts: n prompts of `prompt_length + P - 1` token ids each. The first step takes `prompt_length` tokens and
+            gives position 0; each further step takes the next token of the text (not the model's).
+        checkpoints: the C checkpoints that may exit, as layers before them, ascending.
         advance: called with 1 after each prompt.
 
     Raises:
-        TuneError: a router gave no score, or a token did not exit where the thresholds make it.
+        TuneError: a router gave no score, or a token did not exit where the thresholds require it.
         GenerationError: a step failed, or logits are not finite.
     """
     every, depth = engine.manifest.checkpoints, engine.manifest.model.num_layers
@@ -94,7 +94,7 @@ def measure_prompts(
 def _run(
     engine: Engine, ids: Sequence[int], prompt_length: int, thresholds: Sequence[float], exit_layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One pass over one prompt: greedy tokens [P], and scores [P, K-1] of all the bundle's routers."""
+    """Runs one prompt; returns greedy tokens [P], and scores [P, K-1] of all the bundle's routers."""
     state = engine.start(thresholds, max_pending=NO_LIMIT)
     tokens, scores = [], []
     for end in range(prompt_length, len(ids) + 1):

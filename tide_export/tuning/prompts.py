@@ -1,7 +1,7 @@
 """Draws the prompts of `tune` from documents.
 
-A prompt is a stretch of a document, tokenized as by `generate`; it is the unit the guarantee counts. Documents that the
-routers were fitted on are omitted, and no document gives prompts both to the choice of candidates and to their test.
+A prompt is a part of a document, tokenized as by `generate`; it is the unit that the guarantee counts. Documents that
+the routers were fitted on are omitted, and no document gives prompts both to the choice of candidates and to the test.
 """
 
 import logging
@@ -16,23 +16,23 @@ from tide_export.errors import BundleError, TuneError
 from tide_export.runtime.tokenizer import BundleTokenizer
 
 logger = logging.getLogger("tide_export")
-PATH_SHARE = 1 / 3  # of the documents: candidates are chosen on these, and tested on the others
-STRETCH_CHARS = 1 << 18  # of a longer document a random stretch of this size is tokenized
+PATH_SHARE = 1 / 3  # of the documents: candidates are chosen on these and tested on the others
+STRETCH_CHARS = 1 << 18  # a random part of this size is tokenized of a longer document
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts drawn from a dataset.
+    """Holds the prompts drawn from a dataset.
 
     Attributes:
         path: token ids [L] of each prompt that candidates are chosen on.
-        calibration: the same for those they are tested on; from other documents.
-        path_documents, calibration_documents: how many documents each came from.
-        document_hashes: `document_hash` of each of these, the path's first.
-        document_prompts: how many prompts each of them gave; the prompts are in this order.
-        seen, duplicates, short: documents omitted: the routers saw them, they came before, or they hold no stretch of
-            L tokens.
-        dataset_sha256: over the documents read, as `Documents.sha256`.
+        calibration: token ids [L] of each prompt that they are tested on; from other documents.
+        path_documents, calibration_documents: number of documents of each.
+        document_hashes: `document_hash` of each document, the path's first.
+        document_prompts: number of prompts of each document, in the order of the prompts.
+        seen, duplicates, short: documents omitted because the routers saw them, they were repeated, or they have fewer
+            than L tokens.
+        dataset_sha256: checksum over the documents read (`Documents.sha256`).
         overlap: how documents that the routers saw were recognised: "per document", "beginning of the dataset" or "no".
     """
 
@@ -50,7 +50,7 @@ class Prompts:
 
 
 class SeenDocuments:
-    """The documents the routers were fitted on, by the calibration record of the bundle."""
+    """Lists the documents that the routers were fitted on, from the bundle's calibration record."""
 
     def __init__(self, calibration: Mapping[str, Any] | None) -> None:
         record = calibration or {}
@@ -64,7 +64,6 @@ class SeenDocuments:
 
     @property
     def overlap(self) -> str:
-        """See `Prompts`."""
         if self.hashes is not None:
             return "per document"
         return "beginning of the dataset" if self.digest else "no"
@@ -80,25 +79,25 @@ def draw_prompts(
     per_document: int,
     seed: int,
 ) -> Prompts:
-    """At most `count` prompts of exactly `length` tokens, at most `per_document` from one document.
+    """Draws up to `count` prompts of exactly `length` tokens, up to `per_document` from one document.
 
     The first `count` usable documents of the dataset are read. Each gives one prompt, then (until there are enough) a
-    second, and so on, from random places that do not overlap. A third of the documents is set apart for the path.
+    second, and so on, from random positions that do not overlap. A third of the documents is for the path.
 
     Args:
-        calibration: the bundle's calibration record, to omit what the routers saw.
+        calibration: the bundle's calibration record; documents that the routers saw are omitted.
         length: tokens of a prompt, the tokenizer's prefix included.
 
     Raises:
         DatasetError: the dataset cannot be read or holds no text.
-        TuneError: fewer than two usable documents, with the reasons.
+        TuneError: fewer than two documents are usable; says why.
     """
     random = np.random.default_rng(seed)
     seen = SeenDocuments(calibration)
     _warn_about_overlap(seen, calibration)
     documents = Documents(dataset)
     previous: set[str] = set()
-    names: list[str] = []  # of the usable ones
+    names: list[str] = []  # hashes of the usable documents
     usable: list[list[list[int]]] = []
     omitted = {"seen": 0, "duplicates": 0, "short": 0}
     for text in documents:
@@ -113,7 +112,7 @@ def draw_prompts(
         else:
             omitted["short"] += 1
         previous.add(name)
-        if documents.sha256 == seen.digest:  # an older record: this is where calibration stopped reading
+        if documents.sha256 == seen.digest:  # an older record: calibration stopped reading here
             omitted = {"seen": documents.count, "duplicates": 0, "short": 0}
             names.clear()
             usable.clear()
@@ -140,7 +139,7 @@ def draw_prompts(
 def _stretches(
     text: str, tokenizer: BundleTokenizer, length: int, max_prompts: int, random: np.random.Generator
 ) -> list[list[int]]:
-    """Up to `max_prompts` prompts from random places of a document, in random order; none where it is too short."""
+    """Draws up to `max_prompts` prompts from random positions of a document; none if it is too short."""
     if len(text) > STRETCH_CHARS:
         start = int(random.integers(len(text) - STRETCH_CHARS + 1))
         text = text[start : start + STRETCH_CHARS]
@@ -151,13 +150,13 @@ def _stretches(
     whole = len(ids) // size
     if whole == 0:
         return []
-    offset = int(random.integers(len(ids) - whole * size + 1))  # what does not fill a prompt: before or after them
+    offset = int(random.integers(len(ids) - whole * size + 1))  # the remainder lies before and after the prompts
     places = random.permutation(whole)[:max_prompts]
     return [prefix + ids[offset + place * size : offset + (place + 1) * size] for place in places]
 
 
 def _round_robin(usable: Sequence[Sequence[list[int]]], count: int) -> list[list[list[int]]]:
-    """`count` prompts (or all), dealt so that no document gives two more than another that has more."""
+    """Takes up to `count` prompts, one of each document in each round."""
     taken: list[list[list[int]]] = [[] for _ in usable]
     remaining = count
     for turn in range(max(map(len, usable))):

@@ -1,10 +1,9 @@
-"""Estimates how fast lossless mode would be under any setting, from one recording and a few step times.
+"""Estimates the speed of lossless mode under any setting, from one recording and a few step times.
 
-Used by `tuning.lossless`. The recording is a `Measurement` of the model's own continuations: every router's score at
-every position, and whether the early token is the one that was chosen. With the cost of a draft and of a verifying run
-on this machine, the runtime's own decoder runs on the recording for any setting without the model. What follows a
-wrong draft is not recorded; the replay takes the scores of the right text there, which only affects how much is
-drafted in vain.
+The recording is a `Measurement` of the model's continuations: every router's score at every position, and whether the
+early token is the one that was chosen. Given the cost of a draft and of a verification on this machine, the runtime's
+decoder replays the recording under any setting without the model. After a wrong draft nothing was recorded; the replay
+uses the scores of the right text there, which only affects how much is drafted in vain.
 """
 
 import json
@@ -29,20 +28,20 @@ from tide_export.tuning.measure import Measurement
 GRID = 8  # thresholds tried per checkpoint
 DRAFTS = (1, 2, 4, 8)
 SWEEPS = 2
-LOOKUP = 15  # tokens of a prompt-lookup draft at most
-WARMUP = 2  # rounds of timing that pay for memory and caches
-QUICKEST = 4  # of so many steps one counts: what others on the machine take delays some more than others
+LOOKUP = 15  # maximum tokens of a prompt-lookup draft
+WARMUP = 2  # rounds of timing that are discarded: they allocate memory and fill caches
+QUICKEST = 4  # the quickest 1 / QUICKEST of the steps counts, because other programs delay some steps
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of single steps on this machine, of the quickest quarter the slowest.
+    """Seconds of single steps on this machine, each the lower quartile of several.
 
     Attributes:
-        draft: per checkpoint, a step that exits there with nothing pending after it.
+        draft: per checkpoint, a step that exits there with no token pending after it.
         verify: by n, a step of one token that runs every segment, the deep ones over n tokens.
         block: by n, a step of n tokens that runs every segment over all of them.
-        plain: a step at full depth with nothing pending, as in mode full.
+        plain: a step at full depth with no token pending, as in mode full.
         drafter: a draft of the bundle's drafter; None: it has none.
     """
 
@@ -54,23 +53,23 @@ class StepCosts:
 
     @property
     def drafter_cost(self) -> float | None:
-        """As `manifest.Drafting` has it."""
+        """Cost of a drafter's draft relative to `plain`, for `manifest.Drafting`."""
         return None if self.drafter is None else round(self.drafter / self.plain, 4)
 
     @property
     def draft_costs(self) -> tuple[float, ...]:
-        """As `manifest.Drafting` has them."""
+        """Costs of drafts by early exits relative to `plain`, for `manifest.Drafting`."""
         return tuple(round(seconds / self.plain, 4) for seconds in self.draft)
 
     @property
     def verify_costs(self) -> tuple[float, ...]:
-        """As `manifest.Drafting` has them; more drafts never cost less."""
+        """Costs of verifying 1, 2, 4, 8 and 16 drafts relative to `plain`; never decreasing."""
         seconds = np.interp([1, 2, 3, 5, 9, 17], list(self.block), list(self.block.values()))
         costs = np.maximum.accumulate(seconds[1:] - seconds[0]) / self.plain
         return tuple(np.maximum(costs, 0.0).round(4).tolist())
 
     def verifying(self, pending: int, tokens: int = 1) -> float:
-        """Seconds of a step of `tokens` that runs every segment, with `pending` more tokens before the deep ones."""
+        """Returns the seconds of a step of `tokens` over all segments, the deep ones with `pending` more."""
         new = np.interp(tokens, list(self.block), list(self.block.values()))
         lengths, seconds = list(self.verify), list(self.verify.values())
         return float(new + np.interp(pending + tokens, lengths, seconds) - np.interp(tokens, lengths, seconds))
@@ -78,8 +77,10 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Setting:
-    """How to draft (see `manifest.Drafting`), and the expected speed-up: full depth's time over this setting's, None
-    where it is not known before it is measured."""
+    """Options of drafting (those of `manifest.Drafting`) and the speed-up expected over full depth.
+
+    The speed-up is None if only a measurement can tell it.
+    """
 
     thresholds: tuple[float, ...]
     max_drafts: int
@@ -88,7 +89,7 @@ class Setting:
     max_learned: int | None = None
 
     def drafting(self, costs: StepCosts, tuning: dict[str, Any]) -> Drafting:
-        """The manifest's record of it."""
+        """Returns the manifest's field for this setting."""
         return Drafting(
             self.thresholds,
             self.max_drafts,
@@ -107,9 +108,9 @@ def step_costs(
     """Times single steps after `ids`, interleaved so that a busy moment affects all alike.
 
     Args:
-        ids: at least one token id and the last is stepped again and again; K/V of this length is what steps read.
+        ids: one or more token ids, of which the last is stepped repeatedly; the K/V that steps read have this length.
         max_draft: tokens of the longest draft.
-        rounds: of all kinds of steps.
+        rounds: number of times that each kind of step is timed.
     """
     count = len(engine.manifest.checkpoints)
     exits = [[ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)] for c in range(count)]
@@ -138,19 +139,19 @@ def step_costs(
     for _ in range(WARMUP + rounds):
         for name in order.sample(list(cases), len(cases)):
             seconds[name].append(cases[name]())
-    found = {name: sorted(values[WARMUP:])[rounds // QUICKEST] for name, values in seconds.items()}
+    costs = {name: sorted(values[WARMUP:])[rounds // QUICKEST] for name, values in seconds.items()}
     return StepCosts(
-        tuple(found["draft", c] for c in range(count)),
-        {n: found["verify" if drafts else "block", n] for n in lengths},
-        {n: found["block", n] for n in lengths},
-        found["plain", 0],
+        tuple(costs["draft", c] for c in range(count)),
+        {n: costs["verify" if drafts else "block", n] for n in lengths},
+        {n: costs["block", n] for n in lengths},
+        costs["plain", 0],
         engine.seconds_of_draft(len(ids)),
     )
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What lossless mode would have done to the recorded texts."""
+    """Result of a replay of lossless mode on the recorded texts."""
 
     seconds: float  # per token
     drafted: int  # by early exits
@@ -163,10 +164,10 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
     """Replays lossless mode on the recorded texts, from the second token on.
 
     Args:
-        prompts: token ids, of which continuations were recorded.
+        prompts: token ids of the prompts whose continuations were recorded.
     """
     n, positions, columns = recorded.scores.shape
-    left = exits(recorded.scores.reshape(n * positions, columns), setting.thresholds).reshape(n, positions)
+    exit_at = exits(recorded.scores.reshape(n * positions, columns), setting.thresholds).reshape(n, positions)
     drafting = json.dumps(
         {
             "thresholds": setting.thresholds,
@@ -179,14 +180,14 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
     verifying, seconds, counts = cache(costs.verifying), 0.0, np.zeros(4, np.int64)
     for number, prompt in enumerate(prompts):
         ids, early, full = (int64s(values) for values in (prompt, recorded.early[number], recorded.full[number]))
-        leaves = int64s(left[number])
-        made, drafts, runs = (np.zeros(size, np.int64) for size in (4, columns, (positions, 2)))
-        arrays = (values.ctypes.data for values in (leaves, early, full))
-        results = (values.ctypes.data for values in (made, drafts, runs))
+        columns_of_exits = int64s(exit_at[number])
+        totals, drafts, runs = (np.zeros(size, np.int64) for size in (4, columns, (positions, 2)))
+        arrays = (values.ctypes.data for values in (columns_of_exits, early, full))
+        results = (values.ctypes.data for values in (totals, drafts, runs))
         call("replay", drafting, ids.ctypes.data, len(ids), *arrays, positions, columns, *results)
         seconds += float(drafts @ np.array(costs.draft)) if columns else 0.0
         seconds += sum(verifying(pending, tokens) for pending, tokens in runs.tolist() if tokens)
-        counts += made
+        counts += totals
     drafted, accepted, lookup_drafted, lookup_accepted = counts.tolist()
     return Replayed(
         seconds / (n * (positions - 1)),
@@ -198,34 +199,36 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
 
 
 def settings_to_measure(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]]) -> list[Setting]:
-    """The best setting of exits and prompt lookup, if it should be faster than full depth; and the drafter with prompt
-    lookup in place of exits, if the bundle has one: what that gains no recording tells."""
+    """Returns the settings that may be faster than full depth.
+
+    These are the best of exits and prompt lookup, if the replay expects a gain, and the bundle's drafter with prompt
+    lookup, whose gain no recording tells.
+    """
     best = best_setting(recorded, costs, prompts)
-    found = [best] if (best.speedup or 0.0) > 1.0 else []
-    if costs.drafter is None:
-        return found
-    return [*found, learned(costs, recorded.scores.shape[-1])]
+    settings = [best] if (best.speedup or 0.0) > 1.0 else []
+    if costs.drafter is not None:
+        settings.append(learned(costs, recorded.scores.shape[-1]))
+    return settings
 
 
 def learned(costs: StepCosts, checkpoints: int) -> Setting:
-    """The setting that drafts by the bundle's drafter and prompt lookup, and not by exits."""
+    """Returns the setting that drafts by the bundle's drafter and prompt lookup, not by exits."""
     nothing = off(costs, checkpoints)
     return replace(nothing, prompt_lookup=LOOKUP, max_learned=max(DRAFTS), speedup=None)
 
 
 def off(costs: StepCosts, checkpoints: int) -> Setting:
-    """The setting that drafts nothing."""
+    """Returns the setting without drafts."""
     return Setting((MAX_THRESHOLD,) * checkpoints, 0, 0, 1.0, None if costs.drafter is None else 0)
 
 
 def best_setting(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]]) -> Setting:
-    """The setting with the highest expected speed-up; everything off, with speed-up 1, where none is faster.
+    """Returns the setting with the highest expected speed-up; all off, with speed-up 1, if none is faster.
 
-    With prompt lookup, and without, follows a coordinate ascent over the checkpoints' thresholds, for each number of
-    drafts.
+    Runs a coordinate ascent over the checkpoints' thresholds for each number of drafts, with and without prompt lookup.
 
     Args:
-        prompts: token ids, of which continuations were recorded.
+        prompts: token ids of the prompts whose continuations were recorded.
     """
     columns = recorded.scores.shape[-1]
     nothing = off(costs, columns)
@@ -243,12 +246,12 @@ def _speedup(setting: Setting) -> float:
 
 
 def _tried(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], setting: Setting) -> Setting:
-    """The setting with its expected speed-up."""
+    """Returns the setting with its expected speed-up."""
     return replace(setting, speedup=costs.plain / replay(recorded, costs, prompts, setting).seconds)
 
 
 def _ascend(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], start: Setting) -> Setting:
-    """The best thresholds found by changing one at a time."""
+    """Returns the best thresholds that changing one at a time finds."""
     quantiles = np.linspace(0.02, 0.98, GRID)
     current = start
     for _ in range(SWEEPS):

@@ -1,4 +1,4 @@
-"""The results of `tune`: a table for people, JSON for programs, and what the bundle's manifest keeps."""
+"""Reports the results of `tune`: as a table, as JSON, and as the manifest's fields."""
 
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -6,13 +6,13 @@ from typing import Any
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
-from tide_export.formatting import attributes, table
+from tide_export.common.formatting import attributes, table
+from tide_export.common.version import __version__
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.choose import Tested
 from tide_export.tuning.prompts import Prompts
 from tide_export.tuning.replay import Replayed, Setting, StepCosts, off
 from tide_export.tuning.request import ExitRequest, LosslessRequest
-from tide_export.version import __version__
 
 EXIT_METHOD = "learn-then-test, fixed sequence"
 LOSSLESS_METHOD = "replay of recorded continuations, checked by interleaved generations"
@@ -24,17 +24,17 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class ExitReport:
-    """The result of `tune` in mode exit.
+    """Result of `tune` in mode exit.
 
     Attributes:
-        checkpoints: of the bundle.
-        thresholds: one per checkpoint of the bundle; all 1.0 (nothing exits) when nothing passed.
-        min_layers: with which they were tested, and are stored.
-        certified: the candidate they come from; None when none passed.
-        tested: candidates in the order they were tested, the one that failed (if any) last.
-        candidates: how many there were.
-        auto: what mode `auto` is with them.
-        date: of the measurement, ISO 8601.
+        checkpoints: the bundle's checkpoints.
+        thresholds: one per checkpoint of the bundle; all 1.0 (nothing exits) if no candidate passed.
+        min_layers: the value that was tested and is stored.
+        certified: the candidate with these thresholds; None if none passed.
+        tested: candidates in the order of the tests; one that failed is the last.
+        candidates: number of candidates.
+        auto: mode `auto` with these thresholds.
+        date: ISO 8601.
     """
 
     bundle: str
@@ -51,12 +51,12 @@ class ExitReport:
     date: str = field(default_factory=_now)
 
     def stored_in(self, manifest: Manifest) -> Manifest:
-        """The manifest of the tuned bundle."""
+        """Returns the manifest of the tuned bundle."""
         record = self.record()
         return replace(manifest, thresholds=self.thresholds, min_layers=self.min_layers, tuning=record, auto=self.auto)
 
     def record(self) -> dict[str, Any]:
-        """The guarantee and everything needed to measure it again, as JSON types."""
+        """Returns the guarantee and all that is needed to reproduce it, as JSON types."""
         best, prompts, request = self.certified, self.prompts, self.request
         return {
             "method": EXIT_METHOD,
@@ -88,13 +88,13 @@ class ExitReport:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """`record`, and the bundle it is about."""
+        """Returns `record` and the bundle's fields, as JSON types."""
         stored = not self.request.dry_run
         start = {"bundle": self.bundle, "stored": stored, "auto": asdict(self.auto)}
         return start | {"checkpoints": list(self.checkpoints), **self.record()}
 
     def render(self) -> str:
-        """The text the command prints."""
+        """Returns the text that the command prints."""
         prompts, request = self.prompts, self.request
         return "\n".join(
             [
@@ -149,7 +149,7 @@ class ExitReport:
         ]
 
     def _scope(self) -> str:
-        """Which prompts the guarantee is for; more than one from a document do not count as new documents."""
+        """Says which prompts the guarantee covers; several of one document do not count as new documents."""
         if self.request.prompts_per_document == 1:
             return "for new documents like those of the dataset: one prompt was taken from each"
         return (
@@ -160,11 +160,11 @@ class ExitReport:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Interleaved generations in full and in lossless mode.
+    """Result of interleaved generations in full and in lossless mode.
 
     Attributes:
-        speedup: median over the prompts of full's decoding time over lossless mode's; 1.0 where nothing was measured.
-        drafts: made and accepted, by source (see `ExitStats.drafts`).
+        speedup: full depth's decoding time over lossless mode's, the median over the prompts; 1.0: not measured.
+        drafts: drafted and accepted tokens, by source (as `ExitStats.drafts`).
     """
 
     speedup: float
@@ -172,30 +172,30 @@ class Comparison:
 
     @property
     def drafted(self) -> int:
-        return sum(made for made, _ in self.drafts.values())
+        return sum(drafted for drafted, _ in self.drafts.values())
 
     @property
     def acceptance(self) -> float:
         return _share(sum(accepted for _, accepted in self.drafts.values()), self.drafted)
 
     def share(self, source: str) -> float:
-        """Returns the share of all drafts that a source made."""
+        """Returns a source's share of all drafts."""
         return _share(self.drafts.get(source, [0])[0], self.drafted)
 
 
 @dataclass(frozen=True)
 class LosslessReport:
-    """The result of `tune` in mode lossless.
+    """Result of `tune` in mode lossless.
 
     Attributes:
-        checkpoints: of the bundle.
-        setting: the best of the replay, all thresholds 1.0 where none should be faster than full depth.
+        checkpoints: the bundle's checkpoints.
+        setting: the best of the replay; all thresholds are 1.0 if none should be faster than full depth.
         costs: seconds of single steps on this machine.
-        expected: what the replay of `setting` gave.
-        measured: what generating gave; nothing was generated where no speed-up was expected.
+        expected: the replay of `setting`.
+        measured: the generations; none were made if no speed-up was expected.
         pays: whether `setting` is stored; else drafting is off.
-        auto: what mode `auto` is with it.
-        date: of the measurement, ISO 8601.
+        auto: mode `auto` with this drafting.
+        date: ISO 8601.
     """
 
     bundle: str
@@ -211,16 +211,16 @@ class LosslessReport:
     date: str = field(default_factory=_now)
 
     def stored_in(self, manifest: Manifest) -> Manifest:
-        """The manifest of the tuned bundle."""
+        """Returns the manifest of the tuned bundle."""
         return replace(manifest, drafting=self.drafting(), auto=self.auto)
 
     def drafting(self) -> Drafting:
-        """What lossless mode does from now on."""
+        """Returns the drafting to store."""
         setting = self.setting if self.pays else off(self.costs, len(self.checkpoints))
         return setting.drafting(self.costs, self.record())
 
     def record(self) -> dict[str, Any]:
-        """Everything needed to measure it again, as JSON types."""
+        """Returns the result and all that is needed to reproduce it, as JSON types."""
         request, setting, expected = self.request, self.setting, self.expected
         accepted = expected.accepted + expected.lookup_accepted
         return {
@@ -249,7 +249,7 @@ class LosslessReport:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """`record`, and the bundle it is about."""
+        """Returns `record` and the bundle's fields, as JSON types."""
         return {
             "bundle": self.bundle,
             "stored": not self.request.dry_run,
@@ -260,7 +260,7 @@ class LosslessReport:
         }
 
     def render(self) -> str:
-        """The text the command prints."""
+        """Returns the text that the command prints."""
         record, measured = self.record(), self.measured
         lines = [f"{self.bundle} on {self.request.dataset}", "", self._table(), ""]
         if self.measured.drafted:

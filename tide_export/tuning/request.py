@@ -1,12 +1,12 @@
-"""The validated requests of `tune`, one per mode."""
+"""Defines and checks the requests of `tune`, one class per mode."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any, ClassVar
 
+from tide_export.common.values import real_number, whole_number
 from tide_export.errors import ConfigError
-from tide_export.values import real_number, whole_number
 
 MINIMUM = {
     "prompts": 2,
@@ -21,21 +21,21 @@ MINIMUM = {
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """The options that both modes have.
+    """Options of both modes.
 
     Attributes:
-        dataset: SPEC of the text; documents the routers were fitted on are omitted.
-        prompts: drawn at most; a third of the documents is for choosing, the others are for testing the choice.
-        prompts_per_document: at most. With 1 the prompts are as independent as the documents are.
+        dataset: SPEC of the text; documents that the routers were fitted on are omitted.
+        prompts: the most to draw; a third of the documents is for choosing, the others for testing the choice.
+        prompts_per_document: the most to draw from one document; with 1, prompts are as independent as documents.
         prompt_length: tokens before the first position that is scored or generated.
-        slots: sequences at once, 2 or more, for which it is measured as well whether the mode is faster than full
-            depth: mode `auto` is full depth for more than the most that it pays for.
-        threads: of ONNX Runtime, as at work; None: one per physical core.
-        seed: of the draw of prompts.
-        dry_run: leave the bundle as it is.
+        slots: numbers of sequences, each 2 or more, for which the mode is also compared with full depth; beyond the
+            largest for which it is faster, mode `auto` is full depth.
+        threads: CPU threads, as in deployment; None: one per physical core.
+        seed: seeds the draw of prompts.
+        dry_run: do not change the bundle.
 
     Raises:
-        ConfigError: a number out of range.
+        ConfigError: a number is out of range.
     """
 
     mode: ClassVar[str]
@@ -59,15 +59,15 @@ class TuneRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitRequest(TuneRequest):
-    """Mode exit: thresholds with a guarantee.
+    """Options of mode exit: thresholds with a guarantee.
 
     Attributes:
         epsilon: largest share of positions that may differ from full depth, in (0, 1).
         delta: largest probability that the guarantee is wrong, in (0, 1).
-        model: the bundle must have been made from its weights; nothing else needs the model. None: not compared.
-        trust_remote_code: run Python code of `model`, if it has any of its own.
-        positions: scored per prompt.
-        min_layers: checkpoints with fewer layers never exit; stored too. None: the bundle's.
+        model: checks that the bundle was made from this model's weights; None: not checked.
+        trust_remote_code: run Python code in the folder of `model`.
+        positions: positions scored per prompt.
+        min_layers: checkpoints after fewer layers never exit; stored as well. None: the bundle's.
     """
 
     mode = "exit"
@@ -89,7 +89,7 @@ class ExitRequest(TuneRequest):
 
     @property
     def drawn_length(self) -> int:
-        """Tokens of text that are drawn for a prompt."""
+        """Tokens of text drawn for a prompt."""
         return self.prompt_length + self.positions - 1
 
     @property
@@ -100,11 +100,11 @@ class ExitRequest(TuneRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessRequest(TuneRequest):
-    """Mode lossless: the fastest way to draft on this machine.
+    """Options of mode lossless: the fastest drafting on this machine.
 
     Attributes:
-        new_tokens: generated after each prompt.
-        temperature: of sampling them; 0: greedy.
+        new_tokens: tokens generated after each prompt.
+        temperature: their sampling temperature; 0: greedy.
     """
 
     mode = "lossless"
@@ -121,7 +121,7 @@ class LosslessRequest(TuneRequest):
 
     @property
     def drawn_length(self) -> int:
-        """Tokens of text that are drawn for a prompt."""
+        """Tokens of text drawn for a prompt."""
         return self.prompt_length
 
 
@@ -129,10 +129,10 @@ REQUESTS: dict[str, type[ExitRequest] | type[LosslessRequest]] = {"exit": ExitRe
 
 
 def make_request(mode: str, options: Mapping[str, Any]) -> ExitRequest | LosslessRequest:
-    """The request of a mode; options that are None take its defaults.
+    """Creates the request of a mode; options that are None get its defaults.
 
     Raises:
-        ConfigError: an unknown mode, an option of the other mode, a required one that is missing, or as the request.
+        ConfigError: the mode is unknown, an option is of the other mode, missing, or out of range.
     """
     if mode not in REQUESTS:
         raise ConfigError(f"mode must be exit or lossless, not {mode!r}")

@@ -1,7 +1,7 @@
 """Measures for how many sequences at once exits or drafts are faster than full depth.
 
-The layers that one sequence skips another often needs in the same step, and what drafts save in readings of the weights
-a batch saves too, so what they gain alone says nothing about several.
+The speed-up of one sequence does not hold for several: layers that one skips another often needs in the same step, and
+a batch already shares the reads of the weights that drafts save.
 """
 
 import time
@@ -13,15 +13,15 @@ from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import LIST_PROMPT_TOKENS, Engine
 from tide_export.runtime.scheduler import SchedulerLimits
 
-ROUNDS = 5  # the median of which is taken
+ROUNDS = 5
 MIN_ROUNDS = 2
-SECONDS = 30.0  # after which no further round begins
+SECONDS = 30.0  # no round begins later
 
 
 def slot_speedup(engine: Engine, modes: Sequence[GenerationConfig], prompts: Sequence[list[int]], slots: int) -> float:
-    """Returns the speed of the second mode over the first's for so many sequences at once, on this machine, now.
+    """Measures the speed of the second mode relative to the first with `slots` sequences at once.
 
-    Both decode the same prompts with the same seeds and take turns step by step, so that other programs delay both.
+    Both decode the same prompts with the same seeds; their steps are interleaved, so that other programs delay both.
     """
     started, ratios = time.perf_counter(), list[float]()
     _decode(engine, [replace(mode, max_new_tokens=2) for mode in modes], prompts, slots, 0)  # opens the networks
@@ -34,7 +34,7 @@ def slot_speedup(engine: Engine, modes: Sequence[GenerationConfig], prompts: Seq
 def _decode(
     engine: Engine, modes: Sequence[GenerationConfig], prompts: Sequence[list[int]], slots: int, number: int
 ) -> list[float]:
-    """Decodes with each mode, one step each in turn; returns the seconds of the steps after those that read prompts."""
+    """Decodes with each mode, steps interleaved; returns each mode's seconds after the prompt."""
     schedulers = [engine.scheduler(SchedulerLimits(slots=slots, prompt_tokens=LIST_PROMPT_TOKENS)) for _ in modes]
     for scheduler, mode in zip(schedulers, modes, strict=True):
         for slot in range(slots):

@@ -1,7 +1,7 @@
-"""`tide-export tune`: sets a bundle's exit thresholds with a guarantee, or its drafting to what is fastest here.
+"""`tide-export tune`: sets a bundle's exit thresholds with a guarantee, or its fastest drafting.
 
-The flow: documents -> `prompts` -> `exits` (`measure` -> `choose` -> `guarantee`) or `lossless` (`measure` -> `replay`
--> a measured comparison) -> `report` -> the bundle's manifest. docs/guide/guarantee.md says what is promised.
+Documents -> `prompts` -> `exits` (`measure` -> `choose` -> `guarantee`) or `lossless` (`measure` -> `replay` -> a
+measured comparison) -> `report` -> the bundle's manifest. docs/guide/guarantee.md states the guarantee.
 """
 
 import os
@@ -10,8 +10,8 @@ from typing import Any
 from tide_export.bundle.manifest import PROPAGATE
 from tide_export.bundle.opened import Bundle
 from tide_export.bundle.store import replace_manifest
+from tide_export.common.progress import stage
 from tide_export.errors import BundleError, ConfigError, TuneError
-from tide_export.progress import stage
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.tuning.exits import tune_exits
@@ -26,25 +26,25 @@ def tune(
 ) -> ExitReport | LosslessReport:
     """Tunes a bundle for one mode on a dataset, and stores the result in its manifest.
 
-    Mode `exit`: the thresholds that save most layers while, with probability 1 - delta over the prompts tested, the
-    mean share of positions at which they give another greedy token than full depth is at most epsilon, for prompts
-    drawn like those. Where no candidate passes, the bundle is set to exit nowhere.
+    Mode `exit` finds the thresholds that save most layers while the mean share of positions with another greedy token
+    than full depth is at most epsilon, for prompts drawn like the tested ones, with probability 1 - delta over these.
+    If no candidate passes, the bundle exits nowhere.
 
-    Mode `lossless`: how to draft on this machine to get most tokens a second; off where it is not faster.
+    Mode `lossless` finds the drafting that gives most tokens per second on this machine; off if none is faster.
 
     Args:
-        bundle: the folder; its manifest is replaced in one step at the end, or not at all.
+        bundle: the folder; its manifest is replaced atomically at the end.
         dataset: SPEC of the text.
         mode: "exit" or "lossless".
         options: the fields of `ExitRequest` (epsilon and delta are required) or of `LosslessRequest`.
 
     Raises:
-        ConfigError: a number out of range, or an option of the other mode.
-        TuneError: too few prompts for epsilon and delta whatever they show (raised before the graph runs), fewer than
-            two documents the routers have not seen, no checkpoint that may exit, approximate K/V, or lossless mode gave
-            another token than full depth.
+        ConfigError: a number is out of range, or an option belongs to the other mode.
+        TuneError: there are too few prompts to certify epsilon and delta (raised before the graph runs), fewer than
+            two documents that the routers have not seen, no checkpoint that may exit, or propagated K/V; or lossless
+            mode gave another token than full depth.
         BundleError: the bundle is unusable, was made from other weights, cannot be written to, or changed meanwhile.
-        DatasetError, ModelError: as `Documents` and `load_model`.
+        DatasetError, ModelError: as `Documents` and `load_model` raise them.
     """
     request = make_request(mode, {"dataset": dataset, **options})
     engine = load(bundle, provider="cpu", threads=request.threads)
@@ -70,7 +70,7 @@ def tune(
 
 
 def _check_bundle(engine: Engine, request: ExitRequest | LosslessRequest) -> None:
-    """Raises where the bundle cannot be tuned as requested."""
+    """Checks that the bundle can be tuned as requested."""
     bundle, manifest, context = engine.bundle, engine.manifest, engine.manifest.model.context_length
     if manifest.kv_cache_strategy == PROPAGATE:
         raise TuneError(

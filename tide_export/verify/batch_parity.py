@@ -1,8 +1,8 @@
 """Compares prompts decoded in one batch with the same prompts decoded one by one.
 
-`parity` has compared the prompts one by one with the references, so equal tokens need no other proof. A sequence that
-differs is compared with its reference at every position, after its own prefix: where the reference is undecided there,
-sums over other rows may decide otherwise.
+`parity` has compared the prompts one by one with the references, so equal tokens prove the batch. A sequence that
+differs is compared with its reference at every position of its own text: where the reference is undecided, the rounding
+of a batch may decide otherwise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tide_export.bundle.manifest import EXACT
-from tide_export.formatting import attributes
+from tide_export.common.formatting import attributes
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine
@@ -27,12 +27,12 @@ PROMPTS = 4
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """The comparison on one engine.
+    """Result of the comparison on one engine.
 
     Attributes:
         engine: its name in the report, empty for the bundle's graph.
-        prompts: how many were decoded in one batch; 0 where nothing was compared.
-        checks: one for each mode; none where nothing was compared.
+        prompts: number of prompts in the batch; 0: nothing was compared.
+        checks: one per mode; empty: nothing was compared.
         reason: why nothing was compared.
     """
 
@@ -50,7 +50,7 @@ class BatchCheck:
         return attributes(self, "engine", "prompts", "reason", "holds") | {"checks": checks}
 
     def lines(self) -> list[str]:
-        """A line for the report, and one for each of the first differences."""
+        """Returns a line for the report, and one for each of the first differences."""
         engine = f"{self.engine}, " if self.engine else ""
         if not self.checks:
             return [f"{engine}several prompts in a batch: {self.reason}"]
@@ -77,11 +77,11 @@ def check_batch(
     name: str = "",
     advance: Callable[[float], object] = lambda amount: None,
 ) -> BatchCheck:
-    """Decodes some of `prompts`, of all lengths, in one batch, and compares with each decoded by itself.
+    """Decodes prompts of different lengths in one batch, and compares them with those decoded alone.
 
     Args:
-        single: name in the report -> a check of all `prompts` one by one, whose tokens hold.
-        name: of the engine in the report.
+        single: name in the report -> a check of all `prompts` one by one that holds.
+        name: the engine's name in the report.
         advance: called with 1 after every mode.
     """
     picked = sorted({round(number) for number in np.linspace(0, len(prompts) - 1, PROMPTS)})
@@ -114,7 +114,7 @@ def check_batch(
 
 
 def _options(engine: Engine, check: Check, max_pending: int) -> dict[str, Any]:
-    """The options of `Engine.generate` that repeat the single check; lossless mode as the bundle was tuned."""
+    """Returns the options of `Engine.generate` for the check; lossless mode as the bundle was tuned."""
     options: dict[str, Any] = {"stop_token_ids": []}
     if check.mode == "exit":
         options |= {"threshold": [min(value, MAX_THRESHOLD) for value in check.thresholds], "min_layers": 0}
@@ -131,7 +131,7 @@ def _compare(
     prompt: Sequence[int],
     kv_cache_strategy: str,
 ) -> None:
-    """Adds to `check` where one sequence differs from its reference."""
+    """Adds the differences between one sequence and its reference to `check`."""
     text, layers = [*prompt, *generation.tokens[:-1]], generation.stats.exit_layer
     if check.mode == "exit" and routers is not None:
         _, expected = exit_references(source, routers, text, len(prompt), check.thresholds, kv_cache_strategy)
@@ -144,11 +144,11 @@ def _compare(
 def compare_batch(
     batch: Batch, max_pending: int, references: Sequence[References], segment_sizes: Sequence[int], check: Check
 ) -> None:
-    """Adds to `check` the output of an empty batch on the texts of `references`, all in one batch.
+    """Runs the texts of `references` in an empty batch and adds the output to `check`.
 
     Args:
-        max_pending: of each sequence.
-        references: of texts with equally many forced tokens, all at the same thresholds.
+        max_pending: the limit of each sequence.
+        references: texts with equally many forced tokens, all at the same thresholds.
         segment_sizes: layers of each segment.
     """
     slots = [batch.join(reference.thresholds, max_pending) for reference in references]

@@ -1,12 +1,11 @@
 """Refuses a finished bundle whose graph does not equal the source model.
 
-Called by `pipeline.flow`: `model_references` while the source model is loaded, `check_export` on the finished folder,
-when it is not: the model and ONNX Runtime's copy of its weights are never in memory together. The graph is checked by
-`onnx.checker` with shape inference, then loaded in ONNX Runtime and compared with the Hugging Face model (full depth)
-and the oracle (exits, pending tokens and catching up) on two prompts and the tokens after them, one by one from the K/V
-cache: a long prompt that reaches beyond the model's sliding windows where a large model makes that affordable, and a
-short one. Segment networks are compared in the same way, and they and the networks for batches on both prompts in one
-batch. `validate` does the same at length and on real text.
+`pipeline.flow` calls `model_references` while the source model is loaded, and `check_export` on the finished folder
+after the model is freed, so that two copies of the weights are never in memory. `onnx.checker` checks the graph with
+shape inference. Then ONNX Runtime loads it, and it is compared with the Hugging Face model (full depth) and the oracle
+(exits, pending tokens) on two prompts and the tokens after them, one by one from the K/V cache: a short prompt, and a
+long one that exceeds the model's sliding windows if the model is small enough. Segment networks are compared in the
+same way; they and the batch networks also on both prompts in one batch. `validate` checks more, on real text.
 """
 
 import logging
@@ -17,12 +16,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from tide_export import names
+from tide_export.bundle.file_names import GRAPH_FILE, batch_file, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GraphError
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.source import SourceModel
+from tide_export.names.networks import AFTER_SEGMENTS, HEAD, segment_name
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, open_engine
 from tide_export.runtime.stepping import Batch
@@ -38,7 +38,7 @@ logger = logging.getLogger("tide_export")
 
 SHORT_PROMPT = 3
 LONG_PROMPT = 48
-BEYOND = 8  # tokens a prompt reaches beyond the longest window
+BEYOND = 8  # tokens by which the long prompt exceeds the longest window
 NEW_TOKENS = 12
 MAX_PENDING = 3
 
@@ -48,10 +48,10 @@ LOGIT_BYTES = 2**30
 
 
 def model_references(source: SourceModel, routers: RouterSet, manifest: Manifest, graph: ir.Model) -> list[References]:
-    """Computes what the graph must output, from the source model alone, which can then be freed.
+    """Computes the expected output from the source model, which can then be freed.
 
     Args:
-        graph: the lowered graph; its sliding windows decide the length of the longer text.
+        graph: the lowered graph; its sliding windows determine the length of the long prompt.
     """
     context = manifest.model.context_length or 2**31
     steps = max(1, min(NEW_TOKENS, context - 1))
@@ -69,10 +69,10 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
     """Compares the graph and the networks of a bundle with the `references` of its model.
 
     Raises:
-        GraphError: malformed, or not equal: the message has the first difference.
+        GraphError: a graph is malformed or differs; names the first difference.
     """
-    parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), *names.AFTER_SEGMENTS]
-    files = [names.GRAPH_FILE, *(map(names.network_file, parts) if manifest.networks is not None else ())]
+    parts = [*(segment_name(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS]
+    files = [GRAPH_FILE, *(map(network_file, parts) if manifest.networks is not None else ())]
     try:
         for file in files:
             onnx.checker.check_model(str(folder / file))
@@ -91,20 +91,19 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
             _compare_batch("networks with several sequences", batch, manifest, references, tolerance)
             del batch
         del networks
-    if names.batch_file(names.HEAD) in manifest.files:
+    if batch_file(HEAD) in manifest.files:
         batch = engine.start_batch(manifest.compaction_threshold, len(references))
         _compare_batch("networks for batches", batch, manifest, references, deployed)
 
 
 def _check_types(path: Path) -> None:
-    """Infers all types and shapes; in functions the checker knows none of the operators of ONNX Runtime."""
+    """Infers all types and shapes, with functions inlined: inside them the checker knows no ORT operators."""
     model = ir.load(path)
     inline_layers(model)
     onnx.shape_inference.infer_shapes(ir.to_proto(model), check_type=True, strict_mode=True)
 
 
 def _compare(part: str, engine: Engine, references: Sequence[References], tolerance: Tolerance) -> None:
-    """One engine at a time is in memory: the caller holds none."""
     off = [NEVER_EXIT] * len(engine.manifest.checkpoints)
     for mode, thresholds in (("full", off), ("exit", references[0].thresholds)):
         check = Check(mode, mode, thresholds, tolerance)
@@ -132,15 +131,15 @@ def _require(check: Check, part: str, manifest: Manifest) -> None:
 
 
 def windows_of(graph: ir.Model, source: SourceModel) -> set[int]:
-    """Sliding windows in tokens: those of the graph, and the one of the model's config in case the graph lost it."""
+    """Returns the sliding windows in tokens: the graph's, and the config's in case the graph lost it."""
     sizes = [node.attributes.get_int("local_window_size", -1) for node in graph.graph.all_nodes()]
     return {size for size in (*sizes, getattr(source.text_config, "sliding_window", None)) if size and size > 0}
 
 
 def prompt_length(source: SourceModel, context: int, sliding: Collection[int]) -> int:
-    """Tokens of the long prompt: enough to leave the longest of the `sliding` windows, as far as is affordable.
+    """Returns the length of the long prompt: beyond the longest `sliding` window, if affordable.
 
-    Logs a warning where a window within the model's context is not left.
+    Logs a warning if it does not exceed a window within the model's context.
     """
     windows = [size for size in sliding if size + BEYOND + NEW_TOKENS <= context]
     wanted = max([LONG_PROMPT, *(size + BEYOND for size in windows)])
@@ -158,10 +157,10 @@ def prompt_length(source: SourceModel, context: int, sliding: Collection[int]) -
 
 
 def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[int]) -> list[float]:
-    """One threshold per checkpoint that divides the tokens of `ids`, so that some exit and some go on,
-    whatever the routers are like: the middle of the widest gap between scores in the middle half of them.
+    """Returns thresholds at which some of the tokens of `ids` exit and some do not.
 
-    Where a router gives all of them the same score, a threshold that they are all above; a warning names it.
+    Each is the middle of the widest gap between scores in their middle half. If a router gives all tokens the same
+    score, the threshold is below it, and a warning names the router.
     """
     scores = oracle(source, routers, ids, [NEVER_EXIT] * len(routers.checkpoints)).scores.float().cpu()
     for sentence in constant_routers(scores.numpy(), routers.checkpoints):
@@ -179,5 +178,5 @@ def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[i
 
 
 def _prompt(length: int, vocabulary: int) -> list[int]:
-    """Spread over the vocabulary and the same every time."""
+    """Returns fixed token ids spread over the vocabulary."""
     return (np.arange(1, max(1, length) + 1) * 7919 % vocabulary).tolist()

@@ -1,4 +1,4 @@
-"""The reference of a bundle with K/V in int8: the model, whose attention reads keys and values rounded alike."""
+"""Makes the source model round keys and values to int8, as reference of a bundle with K/V in int8."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from tide_export.trace.passthrough_cache import passthrough_cache
 
 @contextmanager
 def rounded_kv(source: SourceModel, manifest: Manifest) -> Iterator[None]:
-    """While open, `source` computes with keys and values as the bundle's K/V cache holds them.
+    """Makes `source` compute with keys and values as the bundle's K/V cache holds them, while open.
 
     Raises:
-        UnsupportedModelError: the model does not give its keys and values to transformers' cache.
+        UnsupportedModelError: the model does not pass its keys and values to transformers' cache.
     """
     if manifest.kv_dtype != INT8_KV:
         yield
@@ -44,7 +44,7 @@ def rounded_kv(source: SourceModel, manifest: Manifest) -> Iterator[None]:
 
 
 def round_to_int8(states: torch.Tensor) -> torch.Tensor:
-    """The numbers [.., D] that rows of int8 numbers and their scale, the largest magnitude over 127, stand for."""
+    """Rounds each row of [.., D] to int8, with the largest magnitude over 127 as its scale, and back."""
     largest = states.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 0, 127 / largest, 0)
     return torch.round(states * inverse) * (largest / 127)

@@ -1,10 +1,9 @@
-"""Computes TIDE's post-hoc rule in a page of eager PyTorch, slow and plain: the reference of all engines.
+"""Computes TIDE's post-hoc rule in eager PyTorch, slow and plain: the reference of all engines.
 
 "Run every layer for every token, then take the earliest checkpoint whose router says converged" (TIDE 0.2.1,
 `runtime.py`, with its errors corrected: the final norm once, the model's own norm, thresholds per checkpoint). Every
-engine must equal it token for token in `exit` mode, and Hugging Face, which is the same with every checkpoint off, in
-`full` mode. The rule of `kv_cache_strategy = "propagate"` is here too. Shares no code with the runtimes beyond the
-model itself.
+engine must equal it token for token in `exit` mode, and Hugging Face (every checkpoint off) in `full` mode. It also
+computes the rule of `kv_cache_strategy = "propagate"`. Shares no code with the runtimes but the model.
 """
 
 from collections.abc import Sequence
@@ -19,13 +18,13 @@ from tide_export.routers.router_set import RouterSet
 
 @dataclass(frozen=True)
 class OracleOutput:
-    """The result of the rule at each of S positions.
+    """Result of the rule at each of S positions.
 
     Attributes:
-        logits: [S, V] float32, of the state each position exited with.
-        exit_layers: [S] int64, layers run at the exit (the model's depth where no router fired).
+        logits: [S, V] float32, of each position's exit.
+        exit_layers: [S] int64, layers before the exit (the model's depth if no score was above its threshold).
         scores: [S, K-1] float32, every router's score, also after the exit.
-        full_logits: [S, V], the model's own, of the same pass; None where it had frozen hidden states.
+        full_logits: [S, V], the model's logits in the same pass; None if it had frozen hidden states.
     """
 
     logits: torch.Tensor
@@ -42,11 +41,12 @@ def oracle(
     thresholds: Sequence[float],
     propagate_from: int | None = None,
 ) -> OracleOutput:
-    """Applies the rule to one sequence of S token ids; `thresholds` holds one value per checkpoint (2.0: never).
+    """Applies the rule to one sequence of S token ids.
 
     Args:
+        thresholds: one per checkpoint; 2.0: never exit.
         propagate_from: with `kv_cache_strategy = "propagate"` the first position that may exit (prompts run every
-            layer): the later layers make its K/V of its frozen hidden state. None: K/V are the full model's.
+            layer); later layers compute its K/V from its frozen hidden state. None: K/V are the full model's.
     """
     depth, checkpoints = source.num_layers, routers.checkpoints
     ids = torch.as_tensor(list(input_ids), dtype=torch.long, device=source.device)[None]
@@ -65,7 +65,7 @@ def oracle(
 
 
 class _Rule:
-    """The exits of all positions, decided checkpoint by checkpoint; only those of `may_exit` [S] exit."""
+    """Decides the exits of all positions, checkpoint by checkpoint; only those in `may_exit` [S] exit."""
 
     def __init__(self, source: SourceModel, routers: RouterSet, thresholds: Sequence[float], length: int):
         self.source, self.routers = source, routers
@@ -88,10 +88,10 @@ class _Rule:
 
 
 def _run_frozen(source: SourceModel, rule: _Rule, ids: torch.Tensor, propagate_from: int) -> torch.Tensor:
-    """Runs one pass in which hidden states are frozen from their exit on; returns the last raw states [1, S, D].
+    """Runs one pass with hidden states frozen after their exit; returns the last raw states [1, S, D].
 
-    Whether a position exits depends on the layers before the checkpoint alone, so one pass over the whole sequence
-    decides it layer by layer, as going through it token by token would.
+    Whether a position exits depends only on the layers before the checkpoint, so one pass over the whole sequence
+    decides the same as a pass per token.
     """
     rule.may_exit[:, :propagate_from] = False
     last: list[torch.Tensor] = []
@@ -100,7 +100,7 @@ def _run_frozen(source: SourceModel, rule: _Rule, ids: torch.Tensor, propagate_f
     def after(layers: int):
         def hook(_module, args, kwargs, output):
             nonlocal deciding
-            if deciding:  # the final norm may be the backbone's own forward, whose layers are called again
+            if deciding:  # the final norm may be the backbone's forward, which calls the layers again
                 return output
             before, after = args[0] if args else kwargs["hidden_states"], first_tensor(output)
             raw = torch.where(rule.exited[..., None], structure.by_token(before), structure.by_token(after))

@@ -1,14 +1,14 @@
 """Compares an engine with its references token for token, on prompts given as token ids.
 
-The engine generates greedily; then the *reference* reads the generated text in one eager PyTorch pass and gives, at
-every generated position, its own answer after the very same prefix. In full mode the reference is the Hugging Face
-model, and by induction equality at every position is equality with Hugging Face's own greedy generation. In exit mode
-it is the oracle (`oracle.py`), which must agree on the token and on the layer it exited after. A difference is within
-tolerance where the reference itself was undecided: the two tokens' logits, or the score and the threshold that decided,
-lie closer than `Tolerance.undecided_gap`. Every such difference is counted and shown.
+The engine generates greedily; then the *reference* reads the generated text in one eager PyTorch pass and predicts
+every generated position from the same prefix. In full mode the reference is the Hugging Face model, and by induction
+equality at every position is equality with its greedy generation. In exit mode it is the oracle (`oracle.py`), which
+must agree on the token and on the exit layer. A difference is within tolerance if the reference was undecided: the two
+tokens' logits, or the deciding score and its threshold, differ by less than `Tolerance.undecided_gap`. Every such
+difference is counted and shown.
 
-Where the model and the engine cannot be in memory at the same time, the references are computed first, on a fixed text
-(`references.compute_references`), and the engine reads the same text later (`compare`).
+If the model and the engine do not fit in memory together, the references are computed first, on a fixed text
+(`references.compute_references`), and the engine reads that text later (`compare`).
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tide_export.formatting import attributes
+from tide_export.common.formatting import attributes
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine
@@ -27,18 +27,18 @@ from tide_export.verify.references import Expected, References, exit_references,
 
 
 class Tolerance(NamedTuple):
-    """What rounding may do to an engine's numbers."""
+    """Limits of the rounding errors of an engine."""
 
-    undecided_gap: float  # between two logits, or a score and a threshold: closer, and the reference was undecided
-    relative_error: float  # of a logit, as a share of the largest; a lost parameter causes more
-    undecided_share: float = 0.0  # of the largest logit: two that are closer than this are undecided too
+    undecided_gap: float  # a smaller difference of two logits, or of score and threshold, leaves it undecided
+    relative_error: float  # largest error of a logit relative to the largest logit; a lost parameter causes more
+    undecided_share: float = 0.0  # of the largest logit: a smaller difference of two logits leaves it undecided too
 
 
-# By the precision of an engine's weights and states. In float32 sums in another order differ by about 1e-6.
-# K/V in int8 are rounded by runtime and reference alike, but where such a difference crosses the middle between two
-# integers. Matmuls of integers ("int8 matmuls") round their inputs to 8 bits, block by block: logits of
-# SmolLM2-135M, which are up to 35 at full depth and 97 where tokens exit, are off by up to 5 %. Rounding the reference
-# alike does not help: the first number that falls to another integer makes others do so. Those in FP8 keep 4 bits.
+# By the precision of an engine's weights and states. In float32, sums in another order differ by about 1e-6.
+# Runtime and reference round int8 K/V alike, except where such a difference crosses the middle between two integers.
+# Integer matmuls ("int8 matmuls") round their inputs to 8 bits per block: logits of SmolLM2-135M, which reach 35 at
+# full depth and 97 at exits, are off by up to 5 %. Rounding the reference alike does not help, because the first value
+# that falls to another integer makes others do so. FP8 matmuls keep 4 bits.
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-3),
     "fp16": Tolerance(0.05, 0.02),
@@ -55,9 +55,9 @@ class EngineUnderTest(NamedTuple):
     """An engine to compare with its references.
 
     Attributes:
-        name: in the report; empty for the bundle's graph as it is.
-        tolerance: of the engine's precision.
-        as_deployed: False where it computes in a higher precision than the bundle does.
+        name: its name in the report; empty for the bundle's unchanged graph.
+        tolerance: that of its precision.
+        as_deployed: False if it computes in a higher precision than the bundle.
     """
 
     name: str
@@ -68,13 +68,13 @@ class EngineUnderTest(NamedTuple):
 
 @dataclass(frozen=True)
 class Generated:
-    """What an engine generated after one prompt.
+    """Output of an engine after one prompt.
 
     Attributes:
         tokens: N token ids.
-        exit_layers: N layer counts, after which the hidden state of each token exited.
-        layers_executed: decoder layers run over all steps; one run over several pending tokens counts once.
-        logits: [N, V] float32, those each token was taken from; None in lossless mode.
+        exit_layers: N numbers of layers before the exit.
+        layers_executed: decoder layers run over all steps; a run over several pending tokens counts once.
+        logits: [N, V] float32, those of each token; None in lossless mode.
     """
 
     tokens: list[int]
@@ -85,23 +85,23 @@ class Generated:
 
 @dataclass
 class Check:
-    """The result of one setting (full depth, one threshold, lossless mode) over all prompts.
+    """Result of one setting (full depth, one threshold, lossless mode) over all prompts.
 
     Attributes:
-        name: in the report: `full`, `0.85`, or `bundle` for the bundle's own thresholds; after the name of the engine.
+        name: its name in the report, after the engine's: `full`, `0.85`, or `bundle` for the bundle's thresholds.
         mode: `full`, `exit` or `lossless`.
-        thresholds: given to the engine, one per checkpoint (2.0: never exits).
-        tolerance: of the engine's precision.
+        thresholds: one per checkpoint (2.0: never exit).
+        tolerance: that of the engine's precision.
         tokens: generated positions compared.
         wrong: positions that differ from the reference by more than the tolerance.
         within_tolerance: positions that differ where the reference was undecided.
         same_as_full: positions whose token is the full model's choice after the same prefix.
         max_error: largest |logit - reference logit| over positions that exited after the same layer.
         largest_logit: largest |reference logit|, to which `max_error` is relative.
-        exits: layers -> positions that exited there (the model's depth: never exited).
-        layers_executed: see `Generated`; divided by `tokens` it is the cost of a token.
+        exits: layers -> positions that exited there (the model's depth: no exit).
+        layers_executed: sum of `Generated.layers_executed`; divided by `tokens` it is the cost of a token.
         differences: the first few wrong positions, one sentence each.
-        drafted, accepted: in lossless mode, drafts made and accepted.
+        drafted, accepted: drafts of lossless mode.
         generated: the output for each prompt.
     """
 
@@ -124,12 +124,12 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Whether something was compared, no token or layer differed, and the logits are the reference's too."""
+        """Whether tokens were compared, none of them nor an exit layer is wrong, and the logits are equal."""
         return self.tokens > 0 and self.wrong == 0 and self.logits_equal
 
     @property
     def logits_equal(self) -> bool:
-        """Whether all logits are finite and as near the reference's as rounding allows: tokens alone hide much."""
+        """Whether all logits are finite and within tolerance; equal tokens alone may hide errors."""
         return (
             bool(np.isfinite(self.max_error)) and self.max_error <= self.tolerance.relative_error * self.largest_logit
         )
@@ -148,9 +148,9 @@ class Check:
         self.generated.append(generated)
 
     def compare_position(self, i: int, token: int, layers: int, expected: Expected) -> bool:
-        """Counts position `i`, which exited after `layers`, if it differs; returns whether the layers are equal."""
+        """Counts position `i` if it differs; returns whether its exit layer equals `layers`."""
         if layers != expected.exit_layers[i]:
-            # The shallower of the two is where one decided to exit and the other to go on.
+            # At the shallower of the two layers, one exited and the other continued.
             margin = expected.margins.get(min(layers, expected.exit_layers[i]))
             gap = float("inf") if margin is None else float(margin[i])
             undecided = self.tolerance.undecided_gap
@@ -166,7 +166,7 @@ class Check:
         return True
 
     def _count(self, gap: float, undecided: float, difference: str) -> None:
-        """Counts a difference where the reference decided by `gap`, and is undecided below `undecided`."""
+        """Counts a difference; it is within tolerance if the reference decided by less than `undecided`."""
         if gap < undecided:
             self.within_tolerance += 1
             return
@@ -175,7 +175,7 @@ class Check:
             self.differences.append(f"{difference} (reference decided by {gap:.2g})")
 
     def as_dict(self) -> dict[str, Any]:
-        """The result, ready for JSON."""
+        """Returns the result as JSON types."""
         counts = ("tokens", "wrong", "same_as_full", "largest_logit", "differences", "drafted", "accepted")
         return attributes(self, "name", "thresholds", "holds", *counts) | {
             "within_tolerance": self.within_tolerance,
@@ -195,12 +195,13 @@ def check_full(
     advance: Callable[[float], object] = lambda amount: None,
     tolerance: Tolerance = TOLERANCES["fp32"],
 ) -> Check:
-    """Compares `new_tokens` greedy tokens after each of `prompts` at full depth with the Hugging Face model.
+    """Compares greedy tokens at full depth with the Hugging Face model.
 
     Args:
-        name: of this setting in the report.
+        prompts: `new_tokens` tokens are generated after each.
+        name: the setting's name in the report.
         advance: called with 1 after every prompt.
-        tolerance: of the engine's precision.
+        tolerance: that of the engine's precision.
     """
     check = Check(name, "full", [NEVER_EXIT] * len(engine.manifest.checkpoints), tolerance)
     for prompt in prompts:
@@ -223,10 +224,10 @@ def check_exit(
     advance: Callable[[float], object] = lambda amount: None,
     tolerance: Tolerance = TOLERANCES["fp32"],
 ) -> Check:
-    """Compares tokens and exit layers with the oracle's; arguments as of `check_full`.
+    """Compares tokens and exit layers with the oracle's; other arguments as in `check_full`.
 
     Args:
-        thresholds: one per checkpoint, 2.0 = never.
+        thresholds: one per checkpoint (2.0: never exit).
     """
     check, strategy = Check(name, "exit", list(thresholds), tolerance), engine.manifest.kv_cache_strategy
     for prompt in prompts:
@@ -249,13 +250,13 @@ def check_lossless(
     tolerance: Tolerance = TOLERANCES["fp32"],
     name: str = "lossless",
 ) -> Check:
-    """Compares the tokens of lossless mode with the Hugging Face model's; verified tokens have no logits of their own.
+    """Compares the tokens of lossless mode with the Hugging Face model's.
 
-    An exit in the result is an accepted draft, by the layer it was drafted after (0: by prompt lookup). Other arguments
-    as of `check_full`.
+    An exit in the result is an accepted draft, by the layers before it (0: prompt lookup). Other arguments as in
+    `check_full`.
 
     Args:
-        threshold, max_pending: when drafts are made and how many; None: as the bundle was tuned.
+        threshold, max_pending: when to draft and the most drafts; None: as the bundle was tuned.
     """
     thresholds = [] if threshold is None else [threshold] * len(engine.manifest.checkpoints)
     check = Check(name, "lossless", thresholds, tolerance)
@@ -278,7 +279,7 @@ def check_lossless(
 
 
 def compare(engine: Engine, references: References, max_pending: int, check: Check) -> None:
-    """Adds to `check` the engine's output on the text of `references`, at the check's thresholds."""
+    """Runs the engine on the text of `references` at the check's thresholds; adds the output to `check`."""
     count = len(references.forced) + 1
     generated = generate_greedily(engine, references.prompt, count, check.thresholds, max_pending, references.forced)
     check.add(generated, references.exits if check.mode == "exit" else references.full, references.full.logits)
@@ -295,7 +296,7 @@ def generate_greedily(
     """Generates `new_tokens` greedy tokens after `prompt`; an end-of-sequence token does not stop it.
 
     Args:
-        forced: N - 1 tokens that it reads in place of its own.
+        forced: N - 1 tokens that it reads in place of those it generates.
     """
     sizes = engine.manifest.segment_sizes
     state = engine.start(thresholds=list(thresholds), max_pending=max_pending)

@@ -1,7 +1,7 @@
-"""Measures what exits do to quality: perplexity and the most likely tokens on text, beside those of full depth.
+"""Measures perplexity and top-1 agreement of exits against full depth (`validate --quality`).
 
-For `validate --quality`. The deployed engine reads text that its routers have not seen, a token at a time, so that a
-token exits, waits and catches up as in decoding; the text's own next token is fed, whatever the engine predicts.
+The deployed engine reads text that its routers have not seen, one token at a time, so that tokens exit, stay pending
+and catch up as in decoding. The next input is always the text's token, whatever the engine predicts.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tide_export.bundle.manifest import Manifest
+from tide_export.common.formatting import attributes, table
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import read_sequences
 from tide_export.errors import DatasetError
-from tide_export.formatting import attributes, table
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import NEVER_EXIT
 
@@ -28,13 +28,13 @@ class Quality:
     """The predictions of one setting for n tokens of text.
 
     Attributes:
-        name: of the setting.
+        name: the setting's name.
         tokens: n.
         perplexity: exponential of the mean negative log-likelihood of the text's tokens.
-        change: the perplexity over that of full depth, minus 1.
-        change_error: standard error of `change` over texts; None for a single one.
+        change: perplexity relative to that of full depth, minus 1.
+        change_error: standard error of `change` over texts; None for a single text.
         agreement: share of positions with the most likely token of full depth.
-        layers: mean layers after which the predictions exited.
+        layers: mean layers before the exits.
     """
 
     name: str
@@ -50,20 +50,20 @@ class Quality:
 
 
 class _Predictions(NamedTuple):
-    """Per text, of the n tokens after its first: nats float64 [n], most likely tokens int64 [n], exit layers [n]."""
+    """Predictions per text, for the n tokens after its first."""
 
-    nll: list[np.ndarray]
-    top1: list[np.ndarray]
-    layers: list[np.ndarray]
+    nll: list[np.ndarray]  # float64 [n], nats
+    top1: list[np.ndarray]  # int64 [n], most likely tokens
+    layers: list[np.ndarray]  # int64 [n], layers before the exits
 
 
 def quality_texts(manifest: Manifest, tokenizer: PreTrainedTokenizerBase, dataset: str, tokens: int) -> list[list[int]]:
-    """Texts of up to `LENGTH` tokens, each from another document if there are enough, `tokens` in all or fewer.
+    """Reads texts of up to `LENGTH` tokens, `tokens` in all or fewer, of different documents if possible.
 
     Documents that the bundle's routers were fitted on, by its calibration record, are omitted.
 
     Raises:
-        DatasetError: the dataset cannot be read, or holds no text but that.
+        DatasetError: the dataset cannot be read, or holds no other text.
     """
     hashes = (manifest.calibration or {}).get("document_hashes")
     seen = frozenset(filter(lambda one: isinstance(one, str), hashes)) if isinstance(hashes, list) else frozenset()
@@ -97,7 +97,7 @@ def measure_quality(
     max_pending: int,
     advance: Callable[[float], object] = lambda amount: None,
 ) -> list[Quality]:
-    """Reads `texts` at full depth and in each of `settings`: the results, full depth first.
+    """Reads `texts` at full depth and in each of `settings`; returns the results, full depth first.
 
     Args:
         settings: (name, one threshold per checkpoint).
@@ -116,7 +116,7 @@ def measure_quality(
 
 
 def render(qualities: Sequence[Quality]) -> str:
-    """The table that `validate` prints."""
+    """Returns the table that `validate` prints."""
     rows = [
         [
             one.name,
@@ -161,7 +161,7 @@ def _quality(name: str, read: _Predictions, full: _Predictions) -> Quality:
     more = np.array([(nll - at_full).sum() for nll, at_full in zip(read.nll, full.nll, strict=True)])  # nats, per text
     mean = more.sum() / sizes.sum()
     error = None
-    if len(more) > 1:  # of a ratio of sums over texts, by the delta method
+    if len(more) > 1:  # the error of a ratio of sums over texts, by the delta method
         error = float(
             np.exp(mean) * np.sqrt(((more - mean * sizes) ** 2).sum() * len(more) / (len(more) - 1)) / sizes.sum()
         )

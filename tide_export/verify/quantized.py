@@ -1,7 +1,7 @@
-"""Reads the quantized weights of a bundle back, so that the reference computes with the same values.
+"""Dequantizes the weights of a bundle, so that the reference computes with the same values.
 
-`validate` writes them into the model the bundle was made from; `float32_engine` runs the bundle's graph with matmuls
-in float32, where it must equal that reference token for token whatever its accuracy level.
+`validate` writes them into the source model; `float32_engine` runs the bundle's graph with matmuls in float32, where it
+must equal that reference token for token.
 """
 
 import tempfile
@@ -13,30 +13,31 @@ import onnx
 import onnx_ir as ir
 
 from tide_export.bundle.engine_fields import FP8
+from tide_export.bundle.file_names import GRAPH_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import CHECKPOINT, INT8_KV, INT8_MATMULS
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
-from tide_export.heads.pieces import FC
+from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
-from tide_export.names import GRAPH_FILE, OP_GATED_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_FILE, WEIGHTS_METADATA
+from tide_export.names.operators import OP_GATED_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_METADATA
+from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.quantize.fp8 import round_to_fp8
 from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
 from tide_export.runtime.engine import Engine, open_engine
-from tide_export.trace.rewriting import HALF
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
-FLOAT32_MATMULS = 1  # an accuracy level
+FLOAT32_MATMULS = 1  # accuracy_level of MatMulNBits
 INTEGER_MATMULS = [name for plain in OP_INTEGER_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])]
 
 
 def restore(source: SourceModel, bundle: Bundle) -> float | None:
-    """Overwrites the weights of `source` with those of the bundle, where these are not the same.
+    """Overwrites the weights of `source` with those of the bundle, if they differ.
 
     Returns:
-        The relative error: the root of the squared differences over the squared weights; None: they are the same.
+        The relative error: the root of the squared differences over the squared weights; None: they do not differ.
 
     Raises:
         BundleError: the graph's quantized matrices are not those of this model.
@@ -53,7 +54,7 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
     squared_error = squared = 0.0
     done: set[str] = set()
     for names, whole in stored_matrices(bundle):
-        if names == [FC]:  # of a draft head, not of the model
+        if names == [DRAFT_HEAD_FUSION]:  # belongs to a draft head, not to the model
             continue
         if any(name not in rows for name in names):
             unknown = next(name for name in names if name not in rows)
@@ -77,13 +78,13 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
 
 
 def computes_in_float32(bundle: Bundle) -> bool:
-    """Whether the graph multiplies without rounding the inputs to 8 bits first."""
+    """Whether the graph's matmuls do not round their inputs to 8 bits."""
     settings = bundle.manifest.quantization
     return settings is None or settings.accuracy_level != INT8_MATMULS
 
 
 def float32_engine(bundle: Bundle, threads: int | None = None) -> Engine:
-    """Opens the bundle's graph with quantized matmuls computed in float32. Raises as `runtime.engine.load`."""
+    """Opens the bundle's graph with quantized matmuls computed in float32; raises as `load`."""
     proto = ir.to_proto(_graph(bundle))
     for function in proto.functions:
         if function.name in INTEGER_MATMULS:
@@ -99,8 +100,8 @@ def float32_engine(bundle: Bundle, threads: int | None = None) -> Engine:
 def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
     """Opens the engines to compare for a bundle's graph.
 
-    A graph that rounds the inputs of its matmuls to 8 bits is compared with matmuls in float32 first, which shows that
-    integers, scales and everything around them are right, and then as it is, within that rounding.
+    A graph whose matmuls round their inputs to 8 bits is first compared with matmuls in float32, which shows that
+    integers, scales and all other operators are right, and then unchanged, within that rounding.
     """
     deployed = open_engine(bundle, "cpu", threads)
     float32 = TOLERANCES["fp32" if bundle.manifest.kv_dtype != INT8_KV else "int8 K/V"]
@@ -123,21 +124,21 @@ def _set_level(graph: onnx.GraphProto) -> None:
 
 
 def _as_functions(nodes: Iterable[onnx.NodeProto]) -> None:
-    """Names the functions of integer matmuls, MatMulNBits, as no operator is called."""
+    """Renames calls of integer matmuls to functions, as no operator is named, which use MatMulNBits."""
     for node in nodes:
         if node.op_type in INTEGER_MATMULS:
             node.op_type += "Function"
 
 
 def _graph(bundle: Bundle) -> ir.Model:
-    """The bundle's graph, every matmul a node of it."""
+    """Loads the bundle's graph with its functions inlined."""
     model = ir.from_proto(onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes()))
     inline_layers(model)
     return model
 
 
 def stored_matrices(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
-    """The quantized matrices of the graph, each with the names of the parameters its rows come from."""
+    """Yields the quantized matrices of the graph, each with the names of the parameters in its rows."""
     with bundle.file(WEIGHTS_FILE).mapped() as weights:
         for node in _graph(bundle).graph.all_nodes():
             if node.op_type not in ("MatMulNBits", *INTEGER_MATMULS, "GatherBlockQuantized"):
@@ -157,7 +158,7 @@ def stored_matrices(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
 
 
 def _columns(gather: ir.Node, weights: mmap | bytes) -> int | None:
-    """The columns that the graph keeps of a gather, where it cuts the last block."""
+    """Returns the columns that the graph slices from a gather, if it cuts the last block."""
     users = [use.node for use in gather.outputs[0].uses()]
     if len(users) != 1 or users[0].op_type != "Slice":
         return None
@@ -166,7 +167,7 @@ def _columns(gather: ir.Node, weights: mmap | bytes) -> int | None:
 
 
 def _array(value: ir.Value | None, weights: mmap | bytes) -> np.ndarray | None:
-    """The constant `value`; `weights`: what the file of the external weights holds."""
+    """Returns the constant `value`; `weights` is the content of the external weights' file."""
     tensor = None if value is None else value.const_value
     if isinstance(tensor, ir.ExternalTensor):
         return np.ndarray(tensor.shape.numpy(), tensor.dtype.numpy(), weights, tensor.offset or 0)

@@ -1,4 +1,4 @@
-"""Runs the references that an engine is compared with: the Hugging Face model, and TIDE's rule (`oracle.py`)."""
+"""Runs the references of an engine: the Hugging Face model, and TIDE's rule (`oracle.py`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from tide_export.verify.oracle import oracle
 
 @dataclass(frozen=True)
 class Expected:
-    """What a reference gives after N prefixes of one text, each a token longer than the one before.
+    """Results of a reference after N prefixes of one text, each a token longer than the one before.
 
     Attributes:
         logits: [N, V] float32.
-        exit_layers: N layer counts, after which it exited.
-        margins: layers at a checkpoint -> [N], |score - threshold| there; empty where nothing may exit.
+        exit_layers: N numbers of layers before the exit.
+        margins: layers before a checkpoint -> [N], |score - threshold| there; empty if no token may exit.
     """
 
     logits: np.ndarray
@@ -29,14 +29,14 @@ class Expected:
 
 @dataclass(frozen=True)
 class References:
-    """Both references on one text.
+    """Results of both references on one text.
 
     Attributes:
         prompt: the first prefix.
         forced: the N - 1 tokens after it.
-        thresholds: of the oracle, one per checkpoint.
-        full: of the Hugging Face model.
-        exits: of the oracle.
+        thresholds: those of the oracle, one per checkpoint.
+        full: the results of the Hugging Face model.
+        exits: the results of the oracle.
     """
 
     prompt: list[int]
@@ -54,7 +54,7 @@ def compute_references(
     thresholds: Sequence[float],
     kv_cache_strategy: str,
 ) -> References:
-    """Runs both references after `prompt` and after each of the `forced` tokens that follow it; needs no engine."""
+    """Runs both references after `prompt` and after each of the `forced` tokens that follow it."""
     text = [*prompt, *forced]
     full, exits = exit_references(source, routers, text, len(prompt), thresholds, kv_cache_strategy)
     return References(list(prompt), list(forced), list(thresholds), full, exits)
@@ -62,7 +62,7 @@ def compute_references(
 
 @torch.no_grad()
 def full_reference(source: SourceModel, text: Sequence[int], prompt_length: int) -> Expected:
-    """The Hugging Face model after the first `prompt_length` tokens of `text` and after each later token."""
+    """Runs the Hugging Face model after the first `prompt_length` tokens of `text` and each later one."""
     ids = torch.tensor([list(text)], device=source.device)
     return _at_full_depth(source, source.run(ids, []).logits[0], prompt_length)
 
@@ -75,7 +75,7 @@ def exit_references(
     thresholds: Sequence[float],
     kv_cache_strategy: str,
 ) -> tuple[Expected, Expected]:
-    """The Hugging Face model and the oracle at the same positions as `full_reference`."""
+    """Runs the Hugging Face model and the oracle at the positions of `full_reference`."""
     first = prompt_length - 1
     judged = oracle(source, routers, text, thresholds, prompt_length if kv_cache_strategy == PROPAGATE else None)
     if judged.full_logits is None:
@@ -88,9 +88,9 @@ def exit_references(
 
 
 def _at_full_depth(source: SourceModel, logits: torch.Tensor, prompt_length: int) -> Expected:
-    """Of `logits` [S, V] those from the end of the prompt on."""
-    kept = _numpy(logits[prompt_length - 1 :])
-    return Expected(kept, [source.num_layers] * len(kept))
+    """Takes the rows of `logits` [S, V] from the end of the prompt on."""
+    rows = _numpy(logits[prompt_length - 1 :])
+    return Expected(rows, [source.num_layers] * len(rows))
 
 
 def _numpy(logits: torch.Tensor) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""`tide-export validate`: compares a bundle with Hugging Face and TIDE's rule, token for token, on real text.
+"""`tide-export validate`: compares a bundle with Hugging Face and TIDE's rule, token for token.
 
-Loads the bundle and the model it was made from, cuts prompts of many lengths from a dataset, and compares full depth
-and lossless mode with Hugging Face and every threshold with the oracle (`parity`); then some of the prompts decoded in
-one batch with the same ones alone (`batch_parity`). The report's `holds` is the command's exit code.
+Loads the bundle and its source model, takes prompts of many lengths from a dataset, and compares full depth and
+lossless mode with Hugging Face and every threshold with the oracle (`parity`); then prompts decoded in one batch with
+the same prompts alone (`batch_parity`). The report's `holds` is the command's exit code.
 """
 
 import logging
@@ -15,14 +15,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
+from tide_export.bundle.file_names import ROUTERS_FILE
 from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.common.formatting import attributes, percent, table
+from tide_export.common.progress import stage
+from tide_export.common.values import whole_number
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import BundleError, ConfigError
-from tide_export.formatting import attributes, percent, table
 from tide_export.model.source import SourceModel, load_model
-from tide_export.names import ROUTERS_FILE
-from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import open_engine
@@ -30,7 +31,6 @@ from tide_export.runtime.providers import NAME_A_GPU
 from tide_export.runtime.stats import NO_LAYER
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
-from tide_export.values import whole_number
 from tide_export.verify.batch_parity import BatchCheck, check_batch
 from tide_export.verify.int8_kv import rounded_kv
 from tide_export.verify.parity import TOLERANCES, Check, EngineUnderTest, check_exit, check_full, check_lossless
@@ -45,7 +45,7 @@ THRESHOLDS = (0.3, 0.5, 0.7, 0.85, 0.95)
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """All checks of one bundle; `holds` when every one of them does."""
+    """Holds all checks of one bundle; `holds` if every one does."""
 
     bundle: str
     model: str
@@ -55,10 +55,10 @@ class ValidationReport:
     max_pending: int
     checks: list[Check]
     batches: list[BatchCheck]
-    weight_error: float | None = None  # of quantized weights: root of their squared error over the squared weights
-    quality: list[Quality] = field(default_factory=list)  # full depth first; empty unless asked for
-    auto: AutoMode | None = None  # what mode auto is on the CPU
-    kv_cache: str = FLOAT32_KV  # type of the K/V cache, to which the references round theirs
+    weight_error: float | None = None  # of quantized weights: root of the squared error over the squared weights
+    quality: list[Quality] = field(default_factory=list)  # full depth first; empty unless requested
+    auto: AutoMode | None = None  # mode auto on the CPU
+    kv_cache: str = FLOAT32_KV  # type of the K/V cache; the references round K/V to it
 
     @property
     def holds(self) -> bool:
@@ -79,7 +79,7 @@ class ValidationReport:
         }
 
     def render(self) -> str:
-        """The table the command prints."""
+        """Returns the text that the command prints."""
         layers = sorted({layer for check in self.checks for layer in check.exits})
         headers = ["threshold", "tokens", "wrong", "within tol.", "max error", "= full model", "layers/token"]
         rows = [
@@ -144,28 +144,29 @@ def validate(
     device: int | None = None,
     trust_remote_code: bool = False,
 ) -> ValidationReport:
-    """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds and
-    lossless mode as it was tuned, one prompt at a time; and in each mode several prompts in a batch, where the bundle
-    has networks for that.
+    """Compares a bundle with its source model on real text.
+
+    Checks full depth, each threshold, the bundle's thresholds and lossless mode as it was tuned, one prompt at a time;
+    then each mode with several prompts in a batch, if the bundle has batch networks.
 
     Args:
-        dataset: SPEC of the text prompts are cut from; None: the one the bundle's routers were calibrated on.
-        prompts: how many, of 1 to `longest_prompt` tokens.
-        thresholds: each used at all checkpoints alike, with no minimum of layers; None: `THRESHOLDS`.
-        max_pending: None: the bundle's.
-        quality: measure perplexity and agreement on this many tokens of text that the routers have not seen, too.
-        provider: None: the graph, and the segment networks of a bundle that has them, on the CPU. Otherwise the engine
-            to check, as `load` takes it, within the rounding of its precision.
-        plugins, device: for the engine to check, as `load` takes them.
-        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
+        dataset: SPEC of the text for the prompts; None: that on which the routers were calibrated.
+        prompts: number of prompts, of 1 to `longest_prompt` tokens.
+        thresholds: each is used at all checkpoints, without min_layers; None: `THRESHOLDS`.
+        max_pending: as in `GenerationConfig`; None: the bundle's.
+        quality: also measure perplexity and agreement on this many tokens that the routers have not seen.
+        provider: the engine to check, as in `load`, within the rounding of its precision; None: the graph and, if the
+            bundle has them, the segment networks on the CPU.
+        plugins, device: options of that engine, as in `load`.
+        trust_remote_code: run Python code in the model's folder (as `model.source.load_model`).
 
     Raises:
         BundleError: the bundle is unusable, or was made from other weights than `model_name`'s.
-        ConfigError: a number out of range, more tokens than the model's context holds, or plugins or a device where no
-            engine that takes them is checked.
-        GenerationError: a threshold outside [0, 1], or an option that changes nothing with this bundle.
+        ConfigError: a number is out of range, the tokens exceed the model's context, or plugins or a device are given
+            for an engine that takes none.
+        GenerationError: a threshold is outside [0, 1], or an option has no effect with this bundle.
         ProviderError: the provider cannot run the bundle here.
-        ModelError, DatasetError, RouterFileError: as `load_model`, `read_sequences` and `RouterSet.load`.
+        ModelError, DatasetError, RouterFileError: as `load_model`, `read_sequences` and `RouterSet.load` raise them.
     """
     opened = open_bundle(bundle)
     pending = opened.manifest.max_pending if max_pending is None else max_pending
@@ -222,7 +223,7 @@ def validate(
 
 
 class _Setting(NamedTuple):
-    """One check of every engine; `thresholds` are those of mode exit, one per checkpoint."""
+    """A setting to check on every engine; `thresholds` are those of mode exit, one per checkpoint."""
 
     mode: str
     name: str
@@ -230,7 +231,7 @@ class _Setting(NamedTuple):
 
 
 def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[_Setting]:
-    """Full depth, each threshold, the thresholds of the bundle in modes exit and auto, and lossless mode."""
+    """Lists full depth, each threshold, the bundle's thresholds in modes exit and auto, and lossless mode."""
     manifest, settings = bundle.manifest, [_Setting("full", "full", [])]
     if manifest.checkpoints:
         same = [(f"{value:g}", resolve_thresholds(manifest.checkpoints, value)) for value in thresholds]
@@ -266,7 +267,7 @@ def _check(
 
 
 def _one_per_mode(settings: Sequence[_Setting], checks: Sequence[Check]) -> dict[str, Check]:
-    """One check of each mode by its name in the report; of mode exit the one whose exits are spread most."""
+    """Returns one check per mode by its name in the report; for mode exit that with the most spread exits."""
     pairs = list(zip(settings, checks, strict=True))
     exits = [(setting, check) for setting, check in pairs if setting.mode == "exit"]
     spread, _ = min(exits, key=lambda pair: max(pair[1].exits.values()), default=(None, None))
@@ -284,14 +285,14 @@ def _engines(
     plugins: str | os.PathLike[str] | None = None,
     device: int | None = None,
 ) -> list[EngineUnderTest]:
-    """Opens the engine of `provider`, or by default the graph and the segment networks of a bundle that has them."""
+    """Opens the engine of `provider`; by default the graph and, if the bundle has them, segment networks."""
     networks = bundle.manifest.networks
     if provider not in (None, "cpu"):
         engine = open_engine(bundle, provider, threads, False, plugins, device)
         return [EngineUnderTest(str(provider), engine, TOLERANCES[networks.precision if networks else "fp32"])]
     engines = graph_engines(bundle, threads)
     if provider is None and networks is not None:
-        # ONNX Runtime runs no bfloat16 on the CPU.
+        # ONNX Runtime does not run bfloat16 on the CPU.
         half = networks.weights == "bf16"
         engine = open_torch(bundle) if half else open_engine(bundle, "cpu-networks", threads)
         engines.append(EngineUnderTest("segments", engine, TOLERANCES[networks.precision]))
@@ -299,10 +300,10 @@ def _engines(
 
 
 def pick_prompts(tokenizer: PreTrainedTokenizerBase, spec: str, count: int, longest: int) -> list[list[int]]:
-    """Up to `count` prompts of 1 to `longest` tokens (more short ones than long), each the start of a different text.
+    """Reads up to `count` prompts of 1 to `longest` tokens, more short than long, each of another text.
 
     Raises:
-        DatasetError: unreadable, or no text in it.
+        DatasetError: the dataset cannot be read or holds no text.
     """
     sequences = list(read_sequences(spec, tokenizer, longest, count))
     if len(sequences) < count:
@@ -312,7 +313,7 @@ def pick_prompts(tokenizer: PreTrainedTokenizerBase, spec: str, count: int, long
 
 
 def _routers(bundle: Bundle, source: SourceModel) -> RouterSet | None:
-    """The routers stored in the bundle, checked against model and manifest; None for a bundle without checkpoints."""
+    """Loads the bundle's routers and checks them against model and manifest; None without checkpoints."""
     if not bundle.manifest.checkpoints:
         return None
     file = bundle.file(ROUTERS_FILE)
@@ -327,7 +328,7 @@ def _routers(bundle: Bundle, source: SourceModel) -> RouterSet | None:
 
 
 def _dataset(bundle: Bundle, dataset: str | None) -> str:
-    """The SPEC to read: `dataset`, else the one of the calibration record."""
+    """Returns the SPEC to read: `dataset`, else that of the calibration record."""
     record = bundle.manifest.calibration or {}
     config = record.get("config", {})
     config = config if isinstance(config, dict) else {}

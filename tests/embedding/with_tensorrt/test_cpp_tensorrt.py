@@ -24,14 +24,15 @@ from trt_build import (
     refused,
 )
 
-from tide_export import names
 from tide_export.bundle.engine_fields import PluginsInfo
+from tide_export.bundle.file_names import engine_file
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for
 from tide_export.bundle.store import write_manifest
+from tide_export.common.version import __version__
+from tide_export.names.networks import DRAFTER, HEAD
 from tide_export.runtime.engine import Engine
-from tide_export.version import __version__
 
 FLAVOUR = "tensorrt"
 PROMPTS = [TEXT[:1], TEXT[:3] * 2, TEXT, [*TEXT, *TEXT[::-1]]]  # for every profile, and in parts
@@ -79,7 +80,7 @@ def test_the_engine_of_a_drafter_drafts(
     manifest = open_bundle(drafting).manifest
     for has_engine in (False, True):
         if has_engine:
-            write_engine(drafting, names.DRAFTER)
+            write_engine(drafting, DRAFTER)
         write_manifest(drafting, replace(manifest, drafting=free))
         engine = opens(drafting)
         for prompt in PROMPTS[:3]:
@@ -200,7 +201,7 @@ def test_an_engine_that_cannot_be_read_and_memory_that_cannot_be_had(
         engine.generate(TEXT)
     cudart.reset()
     assert engine.generate(TEXT, max_new_tokens=2, stop_token_ids=[]).tokens
-    file = bundle / names.engine_file(names.HEAD)
+    file = bundle / engine_file(HEAD)
     file.write_bytes(b"x" * file.stat().st_size)
     with refused(BUNDLE_ERROR, r"cannot load engine '.*head\.engine': magic tag does not match"):
         opens(bundle)

@@ -10,7 +10,8 @@ from fake_cudart import FakeCudart
 from judge import TEXT
 from trt_build import BUNDLE_ERROR, PROVIDER_ERROR, Build, Opens, refused
 
-from tide_export import names
+from tide_export.bundle.file_names import engine_file
+from tide_export.names.networks import BEST, HEAD, segment_name
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.tensorrt.flavours import DAMAGED, REFUSALS, RTX_CAPABILITIES
 
@@ -48,7 +49,7 @@ def test_headers_are_refused_with_python_s_sentences(opens: Opens, bundle: Path,
         with refused(PROVIDER_ERROR, f"{engine}{sentence.replace('?', '[?]')}$"):
             opens(bundle)
     opens(bundle, "auto")
-    path = bundle / names.engine_file(names.segment(1))
+    path = bundle / engine_file(segment_name(1))
     (line,) = build.log
     assert line.startswith(
         f"running '{bundle}' with ONNX Runtime on the CPU, not with tensorrt-rtx: TensorRT for RTX cannot run engine "
@@ -70,7 +71,7 @@ def test_damaged_headers_are_errors_of_the_bundle(opens: Opens, bundle: Path) ->
 def test_engines_for_other_gpus_too_run_with_a_sentence(opens: Opens, bundle: Path, build: Build) -> None:
     with_header(bundle, "a slow engine")
     engine = opens(bundle, "auto")
-    path = bundle / names.engine_file(names.segment(1))
+    path = bundle / engine_file(segment_name(1))
     assert build.log == [
         f"engine '{path}' was built for other GPUs too: built on this one, it may be faster",
         f"running '{bundle}' with TensorRT for RTX",
@@ -94,7 +95,7 @@ def test_kernels_are_shared_by_contexts_saved_and_read_again(
 
     generated(TEXT[:3])
     version, *kept = kernels.read_text().splitlines()
-    assert {kernel.split()[0] for kernel in kept} == {*(names.segment(k) for k in range(3)), names.HEAD, names.BEST}
+    assert {kernel.split()[0] for kernel in kept} == {*(segment_name(k) for k in range(3)), HEAD, BEST}
     assert [found.name for found in kernels.parent.iterdir()] == [kernels.name]
     written = kernels.stat().st_mtime_ns
     generated(TEXT[:3])

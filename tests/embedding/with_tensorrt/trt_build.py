@@ -16,7 +16,7 @@ from caller_networks import CallersNetworks
 from fake_cudart import compiled
 from tensorrt_stubs import stubs
 
-from tide_export.version import __version__
+from tide_export.common.version import __version__
 
 # By flavour: the variable, how the version is defined in its headers, and the name of its library.
 HEADERS = {
@@ -53,7 +53,7 @@ class Build:
                 tide_build.build(self.library, folder / "build", __version__)
         (folder / "tensorrt_stubs.h").write_text(stubs(root / "include"))
         named = f"{library}.so.{numbers[0]}"
-        includes = (f"-I{folder}", f"-I{root / 'include'}", f"-I{tide_build._cuda_home()}/include")
+        includes = (f"-I{folder}", f"-I{root / 'include'}", f"-I{tide_build.cuda_home()}/include")
         options = (*includes, f"-Wl,-soname,{named}", str(cudart))
         self._stand_in = ctypes.CDLL(
             str(compiled(Path(__file__).with_name("fake_nvinfer.cpp"), folder / named, *options))

@@ -13,14 +13,13 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "segmented/step_decision.h"
+#include "fake_graphs.h"
 
 using namespace tide::cuda;
 
@@ -45,28 +44,6 @@ namespace {
 constexpr Error kInvalidValue = 1, kOldDriver = 35, kNoDevice = 100, kInvalidDevice = 101, kInvalidHandle = 400,
                 kWorkFailed = 719, kCaptureUnsupported = 900, kCaptureInvalidated = 901;
 
-using Work = std::function<Error()>;
-
-struct FakeGraph;
-
-// A piece of work, or a switch between graphs.
-struct FakeNode {
-  Work work;
-  Handle handle = 0;
-  std::vector<FakeGraph*> bodies{};
-};
-
-struct FakeGraph {
-  std::vector<FakeNode> nodes{};
-  std::map<Handle, unsigned> handles{};  // and their default values
-  bool instantiated = false, is_body = false;
-  std::vector<Graph> bodies{};
-
-  bool chooses() const {
-    return std::any_of(nodes.begin(), nodes.end(), [](FakeNode const& node) { return node.handle != 0; });
-  }
-};
-
 struct FakeStream {
   int gpu;
   bool capturing = false, invalid = false;
@@ -86,7 +63,6 @@ thread_local int capture_mode = kCaptureInThread;
 std::mutex mutex;
 std::map<std::byte const*, Block> blocks;
 std::map<std::string, long> calls;
-std::map<Handle, unsigned> values;  // of switches, as they are set
 Handle handles = 0;
 
 // What CUDA refuses to a thread that captures, unless it is relaxed; the capture is invalid then.
@@ -94,55 +70,6 @@ bool refused() {
   if (capturing == nullptr || capture_mode == kCaptureRelaxed) return false;
   capturing->invalid = true;
   return true;
-}
-
-Error run(FakeGraph const& graph) {
-  for (FakeNode const& node : graph.nodes) {
-    if (node.handle == 0) {
-      if (Error const error = node.work()) return error;
-      continue;
-    }
-    unsigned const value = values.at(node.handle);
-    ++(value < node.bodies.size() ? fake_cuda_chosen : fake_cuda_skipped);
-    if (value >= node.bodies.size()) continue;
-    if (Error const error = run(*node.bodies[value])) return error;
-  }
-  return kSuccess;
-}
-
-void destroy(FakeGraph* graph) {
-  for (FakeNode const& node : graph->nodes) {
-    for (FakeGraph* const body : node.bodies) destroy(body);
-  }
-  delete graph;
-}
-
-FakeGraph* copy(FakeGraph const& graph) {
-  auto* const copied = new FakeGraph(graph);
-  for (FakeNode& node : copied->nodes) {
-    for (FakeGraph*& body : node.bodies) body = copy(*body);
-  }
-  return copied;
-}
-
-// The kernel of step_kernel.cu.
-Error tide_decide(tide::StepArguments const& step, std::int32_t next, Handle handle) {
-  std::int32_t ran = 0, active = 0;
-  std::uint32_t longest = 0;
-  std::vector<bool> needs;
-  for (std::int32_t slot = 0; slot < step.slots; ++slot) ran += step.outcomes[slot].scheduled != 0;
-  for (std::int32_t slot = 0; slot < step.slots; ++slot) {
-    needs.push_back(tide::settle(step, next, slot));
-    active += needs.back();
-  }
-  for (std::int32_t slot = 0; next < step.segments && slot < step.slots; ++slot) {
-    longest = std::max(longest, tide::schedule(step, next, slot, needs[slot], active, ran));
-  }
-  unsigned variant = 0;
-  while (longest >> (variant + 1) != 0) ++variant;
-  if (longest != 0) values.at(handle) = variant;
-  for (std::int32_t row = 0; row < step.num_rows; ++row) tide::choose_row(step, row);
-  return kSuccess;
 }
 
 // Counts a call, and returns whether it is to fail.

@@ -33,7 +33,8 @@ def compiled(source: Path, library: Path, *options: str) -> Path:
         pytest.skip("there is no C++ compiler")
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.is_file() or library.stat().st_mtime < source.stat().st_mtime:
+        changed = max(file.stat().st_mtime for file in (source, *source.parent.glob("*.h")))
+        if not library.is_file() or library.stat().st_mtime < changed:
             flags = ("-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'cpp' / 'src'}")
             subprocess.run([*command, *flags, str(source), *options, "-o", str(library)], check=True)
     return library

@@ -12,8 +12,9 @@ from generations import NEW_TOKENS, PROMPTS, alone, exits, together
 from judge import TEXT
 from tiny_engines import MAX_LOGITS
 
-from tide_export import names
 from tide_export.errors import GenerationError
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import BEST, CANDIDATES, HEAD
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.runtime.stepping import sample
@@ -38,9 +39,9 @@ class Rounded:
 
     def __call__(self, run: Run, tensors: Mapping[str, np.ndarray]) -> None:
         logits = tensors.get(names.LOGITS)
-        if run[0] == names.HEAD:
+        if run[0] == HEAD:
             logits[...] = np.round(logits * self._steps) / self._steps
-        elif run[0] == names.CANDIDATES:
+        elif run[0] == CANDIDATES:
             shuffled = self._random.permutation(logits.shape[1])
             order = shuffled[np.argsort(-logits[:, shuffled], axis=1, kind="stable")][:, : names.MAX_CANDIDATES]
             tensors[names.CANDIDATE_TOKENS][...] = order
@@ -71,7 +72,7 @@ def test_equal_logits_beyond_what_was_found_are_fetched(callers: tuple[Engine, C
     shuffled = Rounded(1.0)
 
     def equal(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
-        if run[0] == names.HEAD:
+        if run[0] == HEAD:
             tensors[names.LOGITS][...] = logits
         shuffled(run, tensors)
 
@@ -90,7 +91,7 @@ def test_logits_that_are_not_finite_are_refused(
     engine, networks = callers
 
     def breaks(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
-        if run[0] == names.HEAD:
+        if run[0] == HEAD:
             tensors[names.LOGITS][:, 77] = broken
 
     networks.after = breaks
@@ -113,14 +114,14 @@ def test_what_crosses_to_the_host(on_gpu: Any, cudart: FakeCudart) -> None:
     scores = 2 * 512  # of two routers, and whether they exit; each in a part of its own
     greedy, ran = bytes_of()
     assert greedy <= 512 + scores
-    assert ran == {names.HEAD, names.BEST}
+    assert ran == {HEAD, BEST}
     some, ran = bytes_of(temperature=1.0, top_k=40)
     assert greedy < some <= 12 * names.MAX_CANDIDATES * MAX_LOGITS + 512 + scores
-    assert ran == {names.HEAD, names.CANDIDATES}
+    assert ran == {HEAD, CANDIDATES}
     for sampling in ({"logprobs": 2}, {"temperature": 1.0, "top_k": names.MAX_CANDIDATES}, {"temperature": 1.0}):
         every, ran = bytes_of(**sampling)
         assert size <= every <= size + scores
-        assert ran == {names.HEAD}
+        assert ran == {HEAD}
 
 
 def test_requests_with_and_without_all_logits_share_a_step(graph: Engine, on_gpu: Any, cudart: FakeCudart) -> None:
@@ -135,7 +136,7 @@ def test_requests_with_and_without_all_logits_share_a_step(graph: Engine, on_gpu
     before = cudart.downloaded
     scheduler.step()
     assert [run for run in networks.runs if "segment" not in run[0]] == [
-        (name, 4, 3) for name in (names.HEAD, names.BEST, names.CANDIDATES)
+        (name, 4, 3) for name in (HEAD, BEST, CANDIDATES)
     ]
     size = 4 * engine.manifest.model.vocab_size
     crossed = cudart.downloaded - before - 12 * names.MAX_CANDIDATES * MAX_LOGITS

@@ -14,10 +14,11 @@ from generations import NEW_TOKENS, PROMPTS, alone, together, tokens_of
 from tiny_configs import CONTEXT
 from tiny_engines import TinyLlama
 
-from tide_export import names
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import DRAFTER, HEAD
 from tide_export.runtime.engine import Engine
 
 DRAFTS = Drafting((1.0, 1.0), 0, 0, (1.0, 1.0), (0.0,) * 5, {}, 4, 0.0)  # by the drafter alone, as they cost nothing
@@ -40,11 +41,11 @@ def test_the_tokens_are_those_of_full(callers: tuple[Engine, CallersNetworks], t
     engine, networks = callers
     options = {"temperature": temperature, "seed": 6}
     full = tokens_of(alone(engine, mode="full", **options))
-    assert not any(name == names.DRAFTER for name, _, _ in networks.runs)
+    assert not any(name == DRAFTER for name, _, _ in networks.runs)
     for found in (alone(engine, **LOSSLESS | options), together(engine, **LOSSLESS | options)):
         assert tokens_of(found) == full
         assert all(one.stats.learned_drafted for one in found)
-    assert any(name == names.DRAFTER and slots > 1 for name, _, slots in networks.runs), "drafts of several at once"
+    assert any(name == DRAFTER and slots > 1 for name, _, slots in networks.runs), "drafts of several at once"
     assert engine.generate([3] * (CONTEXT - 8), mode="full", max_new_tokens=50).tokens == (
         engine.generate([3] * (CONTEXT - 8), **LOSSLESS | {"max_new_tokens": 50, "stop_token_ids": None}).tokens
     )
@@ -67,8 +68,8 @@ def test_a_draft_is_one_launch_and_one_wait(drafting: Path, cudart: FakeCudart) 
             strict=True,
         )
     )
-    drafts = sum(name == names.DRAFTER for name, _, _ in networks.runs)
-    steps = sum(name == names.HEAD for name, _, _ in networks.runs)
+    drafts = sum(name == DRAFTER for name, _, _ in networks.runs)
+    steps = sum(name == HEAD for name, _, _ in networks.runs)
     assert drafts >= made.stats.learned_drafted > 5
     assert launches == waits == drafts + steps, "all are replayed"
     assert all_calls > launches + waits
@@ -80,7 +81,7 @@ def test_a_run_that_fails_is_made_again(callers: tuple[Engine, CallersNetworks])
     for _ in range(2):
         stream = engine.stream(PROMPTS[1], **LOSSLESS)
         made = [next(stream)]
-        networks.failing_once(names.DRAFTER)
+        networks.failing_once(DRAFTER)
         with pytest.raises(GenerationError, match="injected"):
             made += list(stream)
         assert made + list(stream) == expected
@@ -106,7 +107,7 @@ def test_what_a_sequence_left_does_not_spoil_the_next_one_s_drafts(callers: tupl
     expected = alone(engine, PROMPTS[1:2], **LOSSLESS)[0].stats.drafts
 
     def overflows(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
-        if run[0] == names.DRAFTER:
+        if run[0] == DRAFTER:
             tensors[names.present(0, "value")][:, :, :8] = np.nan
 
     networks.after = overflows  # then the drafter gives NaN, and drafts nothing

@@ -17,9 +17,9 @@ from test_device_sequences import OVERFLOWING, overflow
 from tiny_configs import CHECKPOINTS, CONTEXT, LAYERS
 from tiny_engines import TinyLlama
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
+from tide_export.names.networks import segment_name
 from tide_export.runtime.engine import Engine, open_engine
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
@@ -126,7 +126,7 @@ def test_nothing_of_a_sequence_reaches_the_others_not_even_nan(
 
 
 def segments_run(networks: CallersNetworks) -> list[Run]:
-    return [run for run in networks.runs if run[0] in (names.segment(k) for k in range(LAYERS))]
+    return [run for run in networks.runs if run[0] in (segment_name(k) for k in range(LAYERS))]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_slots_run_together_where_there_is_room(
         batch.step({slot: text[: lengths[slot]]})
     networks.runs.clear()
     results = batch.step({slot: text[lengths[slot] : lengths[slot] + count] for slot, count in counts.items()})
-    assert segments_run(networks) == [(names.segment(k), *run) for k in range(LAYERS) for run in runs]
+    assert segments_run(networks) == [(segment_name(k), *run) for k in range(LAYERS) for run in runs]
     for slot, result in results.items():
         expected = graph.start([NEVER_EXIT, NEVER_EXIT]).step(text[: lengths[slot] + counts[slot]])
         np.testing.assert_allclose(result.logits, expected.logits, atol=2e-4)

@@ -14,9 +14,9 @@ from judge import TEXT
 from tiny_configs import CONTEXT
 from tiny_engines import TinyLlama
 
-from tide_export import names
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.bundle.opened import open_bundle
+from tide_export.names.networks import segment_name
 from tide_export.runtime.engine import Engine, open_engine
 
 ALWAYS = 0.0
@@ -139,7 +139,7 @@ def test_coming_along_saves_runs_of_the_last_segment(on_host: tuple[Engine, Call
     for share in (None, 1.0):
         networks.runs.clear()
         together(engine, THREE, compaction_threshold=share, **options("mixed", 2, 0))
-        deep[share] = sum(name == names.segment(2) for name, _, _ in networks.runs)
+        deep[share] = sum(name == segment_name(2) for name, _, _ in networks.runs)
     assert deep[None] < deep[1.0]
 
 

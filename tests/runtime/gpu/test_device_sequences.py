@@ -14,8 +14,9 @@ from judge import TEXT
 from tiny_configs import CHECKPOINTS, CONTEXT, LAYERS
 from tiny_engines import MAX_TOKENS
 
-from tide_export import names
 from tide_export.errors import GenerationError
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import segment_name
 from tide_export.runtime.engine import Engine
 
 REPEATED = TEXT[:30] * 2  # so that lookups come to something
@@ -105,7 +106,7 @@ OVERFLOWING = 501  # a token that no model here generates
 
 def overflow(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
     """Makes all that a run writes of a sequence NaN in which the token is the first, as half precision may."""
-    if run[0] != names.segment(0):
+    if run[0] != segment_name(0):
         return
     for number in np.flatnonzero(tensors[names.INPUT_IDS][:, 0] == OVERFLOWING):
         written = slice(tensors[names.PAST_LENGTHS][number], tensors[names.PAST_LENGTHS][number] + run[1])

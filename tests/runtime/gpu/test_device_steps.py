@@ -20,8 +20,9 @@ from judge import TEXT
 from tiny_configs import CONTEXT
 from tiny_engines import MAX_BATCH_SIZE, TinyLlama
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import HEAD
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
 
@@ -94,7 +95,7 @@ def test_a_token_is_one_launch_and_one_wait(
         before = [cudart.calls(name) for name in counted]
         generate()
         launches, waits, copies = (cudart.calls(name) - then for name, then in zip(counted, before, strict=True))
-        steps = sum(name == names.HEAD for name, _, _ in networks.runs)
+        steps = sum(name == HEAD for name, _, _ in networks.runs)
         assert steps > 12
         if mode["mode"] == "lossless":  # where some steps verify more positions than a run of the head takes
             assert launches < 2 * steps

@@ -18,9 +18,9 @@ from generations import NEW_TOKENS, PROMPTS, alone, exits, together, tokens_of
 from judge import TEXT
 from tiny_engines import MAX_BATCH_SIZE, TinyLlama
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError, TideError
+from tide_export.names.networks import CANDIDATES
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.runtime.stepping import SingleSequence, StepResult
@@ -179,7 +179,7 @@ def test_queued_work_that_fails(graph: Engine, on_gpu: Any) -> None:
     """An error when it is waited for, of that request alone."""
     engine, networks = on_gpu()
     for name in networks.specs:
-        options = {"temperature": 1.0, "top_k": 3, "seed": 1} if name == names.CANDIDATES else {}
+        options = {"temperature": 1.0, "top_k": 3, "seed": 1} if name == CANDIDATES else {}
         networks.failing_once(name)
         with pytest.raises(GenerationError, match=r"CUDA failed \(cudaStreamSynchronize\): injected"):
             alone(engine, **options)

@@ -20,9 +20,9 @@ from generations import PROMPTS, alone, facts
 from judge import TEXT
 from tiny_engines import TinyLlama
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
+from tide_export.names.networks import BEST, segment_name
 from tide_export.runtime.engine import Engine
 
 MOST = 256  # recordings that one set of buffers keeps
@@ -44,7 +44,7 @@ def test_one_recording_for_each_network_and_size(
     before = counts(cudart)
     assert [facts(one) for one in alone(engine, **options)] == [facts(one) for one in alone(graph, **options)]
     recorded, launches = counts(cudart) - before
-    runs = Counter(run for run in networks.runs if run[0] != names.BEST)  # which the head's recording has
+    runs = Counter(run for run in networks.runs if run[0] != BEST)  # which the head's recording has
     assert recorded == sum(times >= 2 for times in runs.values()) > 10
     assert launches == sum(max(times - 2, 0) for times in runs.values())
 
@@ -79,7 +79,7 @@ def test_the_recordings_least_recently_used_are_given_up(
     assert counts(cudart)[0] - recorded > MOST
     assert cudart.objects - objects == MOST
     assert len(set(networks.forgotten)) == counts(cudart)[0] - recorded - MOST, "the caller is told"
-    assert networks.recorded[names.segment(0), 8, 1] == 1, "what is used often stays"
+    assert networks.recorded[segment_name(0), 8, 1] == 1, "what is used often stays"
 
 
 def test_what_cannot_be_recorded_is_queued_with_one_warning(

@@ -15,10 +15,12 @@ from generations import alone, exits, facts, together, tokens_of
 from judge import TEXT
 from tiny_engines import TinyLlama
 
-from tide_export import names
+from tide_export.bundle.file_names import EMBEDDING_FILE
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import DRAFTER, HEAD, segment_name
 from tide_export.runtime.engine import Engine, load, open_engine
 
 PROMPTS = [[7], [5, 9], TEXT[:12]]
@@ -79,7 +81,7 @@ def test_one_memory_serves_all_networks_and_sequences(
     engine, _ = callers_engine(open_bundle(demo_bundle, verify=False), machine)
     alone(engine, PROMPTS)
     together(engine, PROMPTS)
-    assert addresses.keys() == {names.segment(0), names.HEAD}
+    assert addresses.keys() == {segment_name(0), HEAD}
     assert len(set().union(*addresses.values())) == 1
     del engine
     assert machine.allocated == before
@@ -97,11 +99,11 @@ def test_a_drafter_reads_the_same(
     (found,), (full,) = alone(engine, [TEXT], **options), alone(engine, [TEXT], **options | {"mode": "full"})
     assert found.tokens == full.tokens
     assert found.stats.learned_drafted > 0
-    assert addresses.keys() == {names.segment(0), names.DRAFTER}
+    assert addresses.keys() == {segment_name(0), DRAFTER}
     assert len(set().union(*addresses.values())) == 1
 
 
 def test_the_file_holds_the_model_s_embedding(tiny_llama: TinyLlama) -> None:
     weight = tiny_llama.source.model.get_input_embeddings().weight.detach().numpy()
-    stored = np.fromfile(tiny_llama.exact / names.EMBEDDING_FILE, np.float32)
+    stored = np.fromfile(tiny_llama.exact / EMBEDDING_FILE, np.float32)
     assert np.array_equal(stored, weight.ravel())

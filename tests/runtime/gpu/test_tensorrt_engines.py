@@ -18,17 +18,17 @@ from fake_cudart import ALIGNMENT, FakeCudart
 from generations import PROMPTS, alone, exits, facts, together, tokens_of
 from tiny_engines import TinyLlama
 
-from tide_export import names
 from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo, Profile
+from tide_export.bundle.file_names import ENGINES_FOLDER, engine_file
+from tide_export.bundle.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for
 from tide_export.bundle.store import write_manifest
+from tide_export.common.version import __version__
 from tide_export.errors import GenerationError, ProviderError
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network
 from tide_export.runtime.tensorrt import cudart as calls
 from tide_export.runtime.tensorrt import engines as opening
-from tide_export.version import __version__
 
 DTYPES = {dtype: name for name, dtype in TENSORRT_TYPES.items()}
 
@@ -70,7 +70,7 @@ class Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._last: tuple[int, int] | None = None
-        self._changes = 0
+        self.changes = 0
 
     def set_device_memory(self, address: int, size: int) -> None:
         self.memory = address, size
@@ -80,7 +80,7 @@ class Context:
         return True
 
     def set_input_shape(self, name: str, dims: tuple[int, ...]) -> bool:
-        self._changes += 1
+        self.changes += 1
         assert self._profile is not None
         most = {TOKENS: self._profile.max_tokens, BATCH: self._profile.batch_size}
         self._shapes[name] = dims
@@ -90,7 +90,7 @@ class Context:
         )
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        self._changes += 1
+        self.changes += 1
         self._addresses[name] = address
         return address % ALIGNMENT == 0
 
@@ -108,11 +108,11 @@ class Context:
             return False
         (address, size), addresses, self._last = self.memory, dict(self._addresses), run
         captured = cudart.functions.fake_cuda_is_capturing(c_void_p(stream))
-        context, changes, networks = weakref.ref(self), self._changes, self._library.networks
+        context, changes, networks = weakref.ref(self), self.changes, self._library.networks
 
         def work() -> None:
             now = context()
-            if captured and (now is None or now._changes != changes):
+            if captured and (now is None or now.changes != changes):
                 raise RuntimeError("a recorded execution context was changed or destroyed")
             ctypes.memset(address, 0xFF, size)
             networks.run(spec.name, addresses, *run, 0, False)
@@ -210,9 +210,9 @@ def built(tiny_llama: TinyLlama, library: Library, tmp_path: Path) -> Path:
     """A tiny Llama's bundle with engines."""
     folder = tmp_path / "bundle"
     shutil.copytree(tiny_llama.exact, folder)
-    (folder / names.ENGINES_FOLDER).mkdir()
+    (folder / ENGINES_FOLDER).mkdir()
     for name in library.engines:
-        (folder / names.engine_file(name)).write_bytes(name.encode())
+        (folder / engine_file(name)).write_bytes(name.encode())
     manifest = open_bundle(folder).manifest
     profiles = profiles_for(manifest.networks)
     engines = EnginesInfo("tensorrt", library.__version__, ("8.9",), manifest.model.weights_sha256, profiles, 1.0)

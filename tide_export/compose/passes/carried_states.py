@@ -1,4 +1,6 @@
-"""Adds to each token's state what later layers read of it besides hidden states, so that only segment 0 reads ids.
+"""Adds to each token's state whatever else later layers read of the token.
+
+So only segment 0 reads token ids.
 
 Runs on the trace before it is cut. A layer may read values that follow from the token ids alone, such as its slice of a
 second embedding. A pending token's id is not there when a later segment runs, so these values are concatenated to the
@@ -11,8 +13,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.names import DOMAIN, OP_CHECKPOINT
-from tide_export.trace.rewriting import FLOAT, dims, integers, new_node, nodes_of, op_before, present, rank, static_dim
+from tide_export.graph.rewriting import FLOAT, dims, integers, new_node, nodes_of, op_before, rank, required, static_dim
+from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
 
 
 class CarriedStatesPass(ir.passes.InPlacePass):
@@ -44,17 +46,20 @@ class CarriedStatesPass(ir.passes.InPlacePass):
 
 
 def uncarried(marker: ir.Node) -> dict[ir.Value, ir.Value]:
-    """For each value that the graph reads after `marker`, the value before it, so that the marker can be removed."""
-    before, after = present(marker.inputs[0]), marker.outputs[0]
+    """Maps each value that the graph reads after `marker` to the value before it.
+
+    The marker can then be removed.
+    """
+    before, after = required(marker.inputs[0]), marker.outputs[0]
     concat, split = before.producer(), next((use.node for use in after.uses() if use.node.op_type == "Split"), None)
     if concat is None or split is None or concat.op_type != "Concat":
         return {after: before}
-    return {after: before} | dict(zip(split.outputs, map(present, concat.inputs), strict=True))
+    return {after: before} | dict(zip(split.outputs, map(required, concat.inputs), strict=True))
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Input number `index` of a node after the marker `layer` is a value that follows from the token ids alone."""
+    """Names a node's input after the marker `layer` that follows from the token ids alone."""
 
     node: ir.Node
     index: int
@@ -93,8 +98,11 @@ def _require_vectors(value: ir.Value, token_ids: ir.Value, reader: ir.Node) -> N
 
 
 def _carry(graph: ir.Graph, marker: ir.Node, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
-    """Makes `marker` mark hidden states and `carried` values; returns these as they are split off after it."""
-    hidden, marked = present(marker.inputs[0]), marker.outputs[0]
+    """Makes `marker` mark hidden states and `carried` values.
+
+    Returns these as they are split off after it.
+    """
+    hidden, marked = required(marker.inputs[0]), marker.outputs[0]
     batch, tokens, _ = dims(hidden)
     widths = [static_dim(value, -1) for value in (hidden, *carried)]
     shape = [batch, tokens, sum(widths)]

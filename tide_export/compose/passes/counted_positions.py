@@ -9,11 +9,11 @@ refused: it would count from 0 in every step.
 import onnx_ir as ir
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.trace.rewriting import Dim, dims, drop_unused, integers, nodes_of, op_before, present, replace_value
+from tide_export.graph.rewriting import Dim, dims, drop_unused, integers, nodes_of, op_before, replace_value, required
 
 
 class CountedPositionsPass(ir.passes.InPlacePass):
-    """Positions are then one row [S] for all sequences of a batch, so a graph with such holds one sequence."""
+    """Makes positions one row [S] for all sequences: a graph with such holds one sequence."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
@@ -29,7 +29,7 @@ class CountedPositionsPass(ir.passes.InPlacePass):
                 inputs, attributes = [node.inputs[0], index], {"axis": _axis(node)}
                 value = op_before(node, "Gather", inputs, attributes, dtype=output.dtype, shape=shape)
             else:
-                to = present(output.dtype)
+                to = required(output.dtype)
                 value = op_before(node, "Cast", [index], {"to": to.value}, dtype=to, shape=[tokens])
             replace_value(output, value)
         for node in (*nodes_of(graph, "Range"), *nodes_of(graph, "CumSum")):

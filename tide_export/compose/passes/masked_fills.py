@@ -6,7 +6,7 @@ read images do so to the token ids of image positions (Gemma 3). TensorRT for RT
 
 import onnx_ir as ir
 
-from tide_export.trace.rewriting import ensure_none_left, op_before, producer, rank, replace_value
+from tide_export.graph.rewriting import ensure_none_left, op_before, producer, rank, replace_value
 
 
 class MaskedFillsPass(ir.passes.InPlacePass):
@@ -25,7 +25,10 @@ class MaskedFillsPass(ir.passes.InPlacePass):
 
 
 def _masked_fill(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """Data, mask of the same shape and number of a ScatterND that writes the number wherever the mask is True."""
+    """Matches a ScatterND that writes one number wherever a mask is True.
+
+    Returns the data, the mask of equal shape, and the number.
+    """
     if (node.domain, node.op_type) != ("", "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
         return None
     data, indices, numbers = node.inputs

@@ -13,7 +13,7 @@ import onnx_ir.convenience as irc
 from onnx.reference import ReferenceEvaluator
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.trace.rewriting import constant, nodes_of, present
+from tide_export.graph.rewriting import constant, nodes_of, required
 
 
 class RotaryTablesPass(ir.passes.InPlacePass):
@@ -30,7 +30,7 @@ class RotaryTablesPass(ir.passes.InPlacePass):
         for node in nodes_of(graph, "RotaryEmbedding"):
             if len(node.inputs) != 3:
                 continue
-            cos, sin = map(present, node.inputs[1:])
+            cos, sin = map(required, node.inputs[1:])
             for value, kind in ((cos, "cos"), (sin, "sin")):
                 if value not in tables:
                     tables[value] = self._table(graph, positions, value, f"rotary.{kind}_cache.{len(tables) // 2}")

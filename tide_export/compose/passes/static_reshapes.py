@@ -8,7 +8,7 @@ changes nothing is removed.
 
 import onnx_ir as ir
 
-from tide_export.trace.rewriting import dims, integers, nodes_of, present
+from tide_export.graph.rewriting import dims, integers, nodes_of, required
 
 
 class StaticReshapesPass(ir.passes.InPlacePass):
@@ -17,7 +17,7 @@ class StaticReshapesPass(ir.passes.InPlacePass):
             (node, target) for node in nodes_of(model.graph, "Reshape") if (target := _static_target(node)) is not None
         ]
         for node, target in targets:
-            data, output = present(node.inputs[0]), node.outputs[0]
+            data, output = required(node.inputs[0]), node.outputs[0]
             if data.shape == output.shape:
                 output.replace_all_uses_with(data, replace_graph_outputs=True)
                 model.graph.remove(node, safe=True)

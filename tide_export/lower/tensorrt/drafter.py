@@ -4,19 +4,19 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export.compose.drafter import DrafterPieces, compose_drafter_segment
-from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
-from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
-from tide_export.names import DOMAIN, OP_QUANTIZED_MATMUL
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     FLOAT,
     derived_weight,
     nodes_of,
     op_before,
-    present,
     remove_unused,
     replace_value,
+    required,
     run_passes,
 )
+from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
+from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
+from tide_export.names.operators import DOMAIN, OP_QUANTIZED_MATMUL
 
 
 def drafter_for_tensorrt(pieces: DrafterPieces, weights: str) -> ir.Model:
@@ -40,7 +40,7 @@ def _unpack(graph: ir.Graph, node: ir.Node, pieces: DrafterPieces) -> None:
     matrix, output = pieces.matrices[name], node.outputs[0]
     rows, columns = matrix.shape
     weight = derived_weight(graph, name, [columns, rows], FLOAT, lambda: np.ascontiguousarray(matrix.T))
-    x, *bias = map(present, node.inputs)
+    x, *bias = map(required, node.inputs)
     product = op_before(node, "MatMul", [x, weight], dtype=FLOAT, shape=output.shape)
     if bias:
         product = op_before(node, "Add", [product, *bias], dtype=FLOAT, shape=output.shape)

@@ -8,25 +8,28 @@ networks take few tokens a run (`max_gathering_tokens`).
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_EXPERT_MATMUL
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     ensure_none_left,
     integers,
     last_dim,
     nodes_of,
     op_before,
-    present,
     producer,
     replace_value,
     require_arity,
+    required,
     static_dim,
 )
+from tide_export.names.operators import DOMAIN, OP_EXPERT_MATMUL
 
 GATHERED_BYTES = 2**30  # of one matmul's gathered weights, at most (but one token's are always gathered)
 
 
 class ExpertGatherPass(ir.passes.InPlacePass):
-    """Inputs of each node: rows [R, K], expert int64 [R], weights [E, N, K] (or [E, K, N] where `transposed`)."""
+    """Replaces every node by a matmul with each row's gathered weights.
+
+    Inputs of a node: rows [R, K], expert int64 [R], weights [E, N, K] (or [E, K, N] where `transposed`).
+    """
 
     def requires(self, model: ir.Model) -> None:
         require_arity(model, OP_EXPERT_MATMUL, inputs=[3])
@@ -42,10 +45,13 @@ class ExpertGatherPass(ir.passes.InPlacePass):
 
 
 def max_gathering_tokens(model: ir.Model) -> int | None:
-    """Tokens a run may take so that no matmul gathers more than GATHERED_BYTES; None if nothing is gathered."""
+    """Returns the tokens a run may take so that no matmul gathers more than GATHERED_BYTES.
+
+    None if nothing is gathered.
+    """
     bounds = []
     for node in nodes_of(model.graph, OP_EXPERT_MATMUL, DOMAIN):
-        _, expert, weights = map(present, node.inputs)
+        _, expert, weights = map(required, node.inputs)
         count, *matrix = (static_dim(weights, axis) for axis in range(3))
         itemsize = weights.dtype.itemsize if weights.dtype is not None else 4
         # A row is a token and one of its experts: the experts [R] are flattened from [tokens, experts of a token].
@@ -57,7 +63,7 @@ def max_gathering_tokens(model: ir.Model) -> int | None:
 
 
 def _lower(graph: ir.Graph, node: ir.Node) -> None:
-    rows, expert, weights = map(present, node.inputs)
+    rows, expert, weights = map(required, node.inputs)
     first, second = static_dim(weights, 1), static_dim(weights, 2)
     dtype, result = rows.dtype, node.outputs[0]
     matrices = op_before(node, "Gather", [weights, expert], {"axis": 0}, dtype=dtype, shape=[None, first, second])

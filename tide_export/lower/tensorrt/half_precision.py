@@ -13,9 +13,10 @@ import onnx_ir as ir
 from tide_export.compose.cut import is_attention
 from tide_export.compose.exit_op import SCORE, stays_float32
 from tide_export.errors import GraphError
+from tide_export.graph.rewriting import FLOAT, HALF, new_node, required
 from tide_export.lower.tensorrt.scatter_attention import BIAS, SINKS
-from tide_export.names import DOMAIN, LOGITS, OP_EXIT
-from tide_export.trace.rewriting import FLOAT, HALF, new_node, present
+from tide_export.names.operators import DOMAIN, OP_EXIT
+from tide_export.names.segment_networks import LOGITS
 
 
 class HalfPrecisionPass(ir.passes.InPlacePass):
@@ -67,7 +68,7 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
                 graph.outputs[index] = cast.outputs[0]
 
     def _convert(self, value: ir.Value) -> ir.LazyTensor:
-        name, tensor = str(value.name), present(value.const_value)
+        name, tensor = str(value.name), required(value.const_value)
         if name not in self.converted:
             self.converted[name] = ir.LazyTensor(
                 self._rounded(name, tensor), dtype=self.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
@@ -97,7 +98,10 @@ def _convertible(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def check_weights(piece: ir.Graph, weights: str) -> None:
-    """Raises GraphError if a weight of `piece`, part of a cut trace, holds a number too large for `weights`."""
+    """Checks that no weight of `piece` holds a number too large for `weights`.
+
+    `piece` is part of a cut trace. Raises GraphError.
+    """
     for name, value in piece.initializers.items():
         added_to_scores = [is_attention(use.node) and use.idx > 2 for use in value.uses()]
         if value.dtype == FLOAT and value.const_value is not None and not (added_to_scores and all(added_to_scores)):
@@ -124,5 +128,5 @@ def _is_routers(node: ir.Node, index: int) -> bool:
 
 
 def _is_added_to_scores(node: ir.Node, index: int) -> bool:
-    """Whether input `index` of `node` is one of an attention's that `ScatterAttentionPass` takes in float32."""
+    """Whether an input of an attention is one that `ScatterAttentionPass` takes in float32."""
     return is_attention(node) and index in (SINKS, BIAS)

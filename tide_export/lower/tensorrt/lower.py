@@ -1,4 +1,6 @@
-"""Lowers the segment networks for TensorRT: strongly typed, standard operators of opset 24 and `TideExit`.
+"""Lowers the segment networks for TensorRT.
+
+They are strongly typed, of standard operators of opset 24 and `TideExit`.
 
 `TideExit` is a function with a body, so ONNX Runtime runs the files that TensorRT builds its engines from.
 """
@@ -12,21 +14,22 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 
-from tide_export import names
 from tide_export.bundle.engine_fields import FP8, NetworksInfo
+from tide_export.bundle.file_names import EMBEDDING_FILE, SEGMENTS_FOLDER, SEGMENTS_WEIGHTS_FILE, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import BATCH_SIZE, run_sizes, state_rows
 from tide_export.compose.cut import Pieces, check_positions, is_attention, layer_of, sinks_and_bias
 from tide_export.compose.segments import compose_choices, compose_segments
 from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import UnsupportedModelError
+from tide_export.graph.rewriting import remove_unused, run_passes
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, max_gathering_tokens
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass, check_weights
 from tide_export.lower.tensorrt.quantized_matmuls import QuantizedMatMulsPass
 from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
 from tide_export.lower.tensorrt.shared_embedding import SharedEmbedding, share_embedding
 from tide_export.model.quantized_weights import QuantizedWeights
-from tide_export.trace.rewriting import remove_unused, run_passes
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
 
 logger = logging.getLogger("tide_export")
 
@@ -46,7 +49,7 @@ ALIGNMENT = 256  # bytes; of every address a network is given (cpp/src/segmented
 
 @dataclass(frozen=True)
 class Networks:
-    """The networks of one model, by name: `names.segment(k)`, shallowest first, and `names.AFTER_SEGMENTS`.
+    """The networks of one model, by name: `segment_name(k)`, shallowest first, and `AFTER_SEGMENTS`.
 
     Attributes:
         weights: fp32, fp16 or bf16, of states and K/V, and of all weights but `matrices`.
@@ -55,7 +58,7 @@ class Networks:
         max_tokens: tokens a run may take, if experts are gathered.
         unbatched: why sequences cannot be batched, if they cannot.
         matrices: int4 or fp8, of the layers' matrices; None: as `weights`.
-        embedding: their input `names.EMBEDDING`, if they have it.
+        embedding: their input `EMBEDDING`, if they have it.
     """
 
     models: dict[str, ir.Model]
@@ -68,7 +71,9 @@ class Networks:
     embedding: SharedEmbedding | None = None
 
     def info(self, manifest: Manifest, batch_size: int = BATCH_SIZE) -> NetworksInfo:
-        """Their entry in the manifest; logs a warning if they cannot take `batch_size` sequences in a run.
+        """Returns the networks' entry in the manifest.
+
+        Logs a warning if they cannot take `batch_size` sequences in a run.
 
         Args:
             manifest: of their bundle so far.
@@ -92,7 +97,10 @@ class Networks:
         )
 
     def _unaligned(self, manifest: Manifest) -> str | None:
-        """Why a run cannot start at any slot of a batch, if it cannot: it binds the addresses of the slot's buffers."""
+        """Returns why a run cannot start at any slot of a batch, None if it can.
+
+        It binds the addresses of the slot's buffers.
+        """
         item = 4 if self.weights == "fp32" else 2
         buffers = {("K/V", heads * width * item) for heads, width in manifest.model.kv_shapes}
         buffers |= {("states", width * item) for width in (manifest.model.hidden_size, self.exit_size)}
@@ -105,23 +113,26 @@ class Networks:
         return None
 
     def save(self, folder: Path) -> None:
-        """Writes every network to `folder`/segments, with one file of weights that they share, and the embedding."""
-        target = folder / names.SEGMENTS_FOLDER
+        """Writes every network to `folder`/segments.
+
+        They share one file of weights; the embedding has another.
+        """
+        target = folder / SEGMENTS_FOLDER
         target.mkdir()
         if self.embedding is not None:
-            (folder / names.EMBEDDING_FILE).write_bytes(self.embedding.matrix.tobytes())
+            (folder / EMBEDDING_FILE).write_bytes(self.embedding.matrix.tobytes())
         large: dict[str, ir.TensorProtocol] = {}
         weights = [item for model in self.models.values() for item in model.graph.initializers.items()]
         for name, value in weights:
             if value.const_value is not None and value.const_value.nbytes >= EXTERNAL_BYTES:
                 large.setdefault(name, value.const_value)
-        external = convert_tensors_to_external(list(large.values()), target, names.SEGMENTS_WEIGHTS_FILE)
+        external = convert_tensors_to_external(list(large.values()), target, SEGMENTS_WEIGHTS_FILE)
         stored = dict(zip(large, external, strict=True))
         for name, value in weights:
             if name in stored:
                 value.const_value = stored[name]
         for name, model in self.models.items():
-            ir.save(model, folder / names.network_file(name))
+            ir.save(model, folder / network_file(name))
 
 
 def networks_for_tensorrt(
@@ -164,7 +175,9 @@ def networks_for_tensorrt(
 
 
 def check_pieces(pieces: Pieces, weights: str) -> None:
-    """Checks that `networks_for_tensorrt` can lower `pieces` and that its networks can be saved; needs no routers.
+    """Checks that `networks_for_tensorrt` can lower `pieces` and that its networks can be saved.
+
+    Needs no routers.
 
     Raises:
         UnsupportedModelError: as `check_operators`.
@@ -176,13 +189,15 @@ def check_pieces(pieces: Pieces, weights: str) -> None:
 
 
 def check_operators(pieces: Pieces) -> None:
-    """Checks that TensorRT takes the operators of `pieces`; needs no routers, so it can run before they are fitted.
+    """Checks that TensorRT takes the operators of `pieces`.
+
+    Needs no routers, so it can run before they are fitted.
 
     Raises:
         UnsupportedModelError: naming an operator TensorRT does not take, and where the model computes with it.
     """
-    symbols = {(names.DOMAIN, name) for name in (names.OP_ATTENTION, names.OP_EXPERT_MATMUL, names.OP_CHECKPOINT)}
-    symbols.add((names.DOMAIN, names.OP_QUANTIZED_MATMUL))
+    symbols = {(DOMAIN, name) for name in (OP_ATTENTION, OP_EXPERT_MATMUL, OP_CHECKPOINT)}
+    symbols.add((DOMAIN, OP_QUANTIZED_MATMUL))
     for node in (node for graph in pieces.segments for node in graph if is_attention(node)):
         if None not in sinks_and_bias(node):
             raise UnsupportedModelError(

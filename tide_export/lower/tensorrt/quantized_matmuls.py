@@ -1,4 +1,6 @@
-"""Replaces `tide::TideQuantizedMatMul` by a MatMul of dequantized weights, as ModelOpt writes them for TensorRT.
+"""Replaces `tide::TideQuantizedMatMul` by a MatMul of dequantized weights.
+
+ModelOpt writes them for TensorRT in this form.
 
 Integers of 4 bits have a DequantizeLinear by blocks along K, and TensorRT multiplies by what it dequantizes as it reads
 them. For matrices in FP8 a QuantizeLinear and a DequantizeLinear round the input too, and TensorRT multiplies in FP8.
@@ -11,17 +13,17 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.model.quantized_weights import Blocks, Fp8Matrix, IntegerMatrix
-from tide_export.names import DOMAIN, OP_QUANTIZED_MATMUL
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     constant,
     derived_weight,
     ensure_none_left,
     nodes_of,
     op_before,
-    present,
     replace_value,
+    required,
 )
+from tide_export.model.quantized_weights import Blocks, Fp8Matrix, IntegerMatrix
+from tide_export.names.operators import DOMAIN, OP_QUANTIZED_MATMUL
 
 FP8, INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4
 
@@ -47,8 +49,8 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
     def _lower(self, graph: ir.Graph, node: ir.Node, rounded: dict[tuple[ir.Value, float], ir.Value]) -> None:
         """`rounded`: inputs that are rounded already, by what they were and their scale."""
         (name,) = node.attributes["weights"].as_strings()
-        x, *bias = map(present, node.inputs)
-        matrix, dtype, output = self.blocks[name], present(x.dtype), node.outputs[0]
+        x, *bias = map(required, node.inputs)
+        matrix, dtype, output = self.blocks[name], required(x.dtype), node.outputs[0]
         if isinstance(matrix, Fp8Matrix):
             if (x, matrix.input_scale) not in rounded:
                 rounded[x, matrix.input_scale] = _rounded(graph, node, x, matrix.input_scale)
@@ -83,7 +85,7 @@ def _scale(graph: ir.Graph, scale: float, dtype: ir.DataType) -> ir.Value:
 
 def _rounded(graph: ir.Graph, node: ir.Node, x: ir.Value, scale: float) -> ir.Value:
     """`x` rounded to FP8, before `node`."""
-    by, dtype = _scale(graph, scale, present(x.dtype)), x.dtype
+    by, dtype = _scale(graph, scale, required(x.dtype)), x.dtype
     zero = constant(graph, "fp8_zero", np.array(0, ml_dtypes.float8_e4m3fn))  # it says which type to round to
     numbers = op_before(node, "QuantizeLinear", [x, by, zero], dtype=FP8, shape=x.shape)
     return op_before(node, "DequantizeLinear", [numbers, by], dtype=dtype, shape=x.shape, suffix="_input")

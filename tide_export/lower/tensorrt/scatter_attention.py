@@ -1,4 +1,6 @@
-"""Replaces `tide::TideAttention` by standard operators on K/V buffers of a fixed length: TensorScatter and Attention.
+"""Replaces `tide::TideAttention` by standard operators on K/V buffers of a fixed length.
+
+They are TensorScatter and Attention.
 
 New keys and values are scattered into the buffers at each row's length, which TensorRT does in place. An explicit
 boolean mask [B, 1, S, C] holds which of the C positions each token sees, so that rows of a batch may have any lengths
@@ -15,8 +17,7 @@ import itertools
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_ATTENTION
-from tide_export.trace.rewriting import (
+from tide_export.graph.rewriting import (
     BOOL,
     FLOAT,
     INT64,
@@ -30,17 +31,21 @@ from tide_export.trace.rewriting import (
     integers,
     nodes_of,
     op_before,
-    present,
     replace_value,
     require_arity,
+    required,
     static_dim,
 )
+from tide_export.names.operators import DOMAIN, OP_ATTENTION
 
 LENGTHS, POSITIONS, PLACES, SINKS, BIAS = range(5, 10)  # inputs
 
 
 class ScatterAttentionPass(ir.passes.InPlacePass):
-    """Takes the nodes as `compose.segments` gives them: ten inputs and three outputs, or one without key and value."""
+    """Replaces the nodes that `compose.segments` gives.
+
+    They have ten inputs and three outputs, or one output without key and value.
+    """
 
     def requires(self, model: ir.Model) -> None:
         require_arity(model, OP_ATTENTION, inputs=[10], outputs=[1, 3])
@@ -70,8 +75,11 @@ class ScatterAttentionPass(ir.passes.InPlacePass):
 
 
 def _mask(graph: ir.Graph, first: ir.Node, window: int, groups: int) -> ir.Value:
-    """bool [B, 1, G*S, C], before the first attention that reads it: true where the token at position p sees position j
-    of the buffer, p - window < j <= p (no lower bound without a window). The S rows come G times, for `_fused`."""
+    """Adds the mask, bool [B, 1, G*S, C], before the first attention that reads it.
+
+    It is true where the token at position p sees position j of the buffer, p - window < j <= p (no lower bound without
+    a window). The S rows come G times, for `_fused`.
+    """
     positions, places = first.inputs[POSITIONS], first.inputs[PLACES]
     batch, rows = dims(positions)
     if groups > 1:
@@ -92,10 +100,12 @@ def _mask(graph: ir.Graph, first: ir.Node, window: int, groups: int) -> ir.Value
 
 
 def _bias(graph: ir.Graph, first: ir.Node, table: ir.Value) -> ir.Value:
-    """float32 [B, H, 1, C], before the first attention that reads it: the bias at every position relative to that of
-    the row's first new token. This does not change a row's softmax, and numbers that are small near the query lose
-    nothing to rounding."""
-    lengths, tensor = present(first.inputs[LENGTHS]), present(table.const_value)
+    """Adds the bias, float32 [B, H, 1, C], before the first attention that reads it.
+
+    It is relative to that of the row's first new token. This does not change a row's softmax, and numbers that are
+    small near the query lose nothing to rounding.
+    """
+    lengths, tensor = required(first.inputs[LENGTHS]), required(table.const_value)
     heads, capacity, batch = static_dim(table, 0), static_dim(first.inputs[PLACES], -1), dims(lengths)[0]
     by_position = derived_weight(
         graph,
@@ -128,7 +138,10 @@ def _groups(node: ir.Node) -> int:
 
 
 def _fused(graph: ir.Graph, node: ir.Node, mask: ir.Value) -> ir.Value:
-    """[B, H, S, head_dim] by TensorRT's Attention: the G query heads of a K/V head are G*S rows of one head."""
+    """Adds TensorRT's Attention: returns [B, H, S, head_dim].
+
+    The G query heads of a K/V head are G*S rows of one head.
+    """
     query, keys, values = _operands(node)
     batch, width = dims(query)[0], node.attributes["head_dim"].as_int()
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
@@ -157,7 +170,7 @@ def _finish(node: ir.Node, attended: ir.Value) -> None:
 
 def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The query, and the K/V buffers with the new keys and values in them, if it has any."""
-    query, keys, values = present(node.inputs[0]), *map(present, node.inputs[3:LENGTHS])
+    query, keys, values = required(node.inputs[0]), *map(required, node.inputs[3:LENGTHS])
     if len(node.outputs) > 1:
         keys, values = _with_new(node)
     return query, keys, values
@@ -165,7 +178,7 @@ def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
 
 def _with_new(node: ir.Node) -> list[ir.Value]:
     """The K/V buffers with the new keys and values in them."""
-    _, key, value, past_key, past_value, lengths = map(present, node.inputs[: LENGTHS + 1])
+    _, key, value, past_key, past_value, lengths = map(required, node.inputs[: LENGTHS + 1])
     buffers = []
     for new, past, output, suffix in zip(
         (key, value), (past_key, past_value), node.outputs[1:], ("_k", "_v"), strict=True
@@ -180,7 +193,10 @@ def _with_new(node: ir.Node) -> list[ir.Value]:
 
 
 class _SpelledOut:
-    """One attention in single operators, with the G query heads of each of the Hkv K/V heads as one dimension."""
+    """Adds one attention in single operators.
+
+    The G query heads of each of the Hkv K/V heads are one dimension.
+    """
 
     def __init__(self, graph: ir.Graph, node: ir.Node):
         self.graph, self.node = graph, node
@@ -190,7 +206,10 @@ class _SpelledOut:
         self.counter = itertools.count()
 
     def attended(self, mask: ir.Value, bias: ir.Value | None) -> ir.Value:
-        """[B, H, S, head_dim] of query [B, H, S, head_dim] and buffers [B, Hkv, C, head_dim]."""
+        """Attends with query [B, H, S, head_dim] to buffers [B, Hkv, C, head_dim].
+
+        Returns [B, H, S, head_dim].
+        """
         query, keys, values = _operands(self.node)
         dtype, op = query.dtype or FLOAT, self._op
         axis = integers(self.graph, "axis_2", [2])

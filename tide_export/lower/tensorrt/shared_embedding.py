@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from tide_export import names
 from tide_export.bundle.engine_fields import EmbeddingInfo
-from tide_export.trace.rewriting import FLOAT, HALF, integers, op_before, present, replace_value
+from tide_export.graph.rewriting import FLOAT, HALF, integers, op_before, replace_value, required
+from tide_export.names import segment_networks as names
+from tide_export.names.networks import HEAD, segment_name
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ def share_embedding(models: Mapping[str, ir.Model], weights: str) -> SharedEmbed
         None: segment 0 looks up token ids in no matrix of that precision, or in several of which the head reads none or
         several. The networks are as they were.
     """
-    first, head = models[names.segment(0)].graph, models[names.HEAD].graph
+    first, head = models[segment_name(0)].graph, models[HEAD].graph
     (ids,) = (value for value in first.inputs if value.name == names.INPUT_IDS)
     tables = {
-        str(present(node.inputs[0]).name) for node, index in ids.uses() if node.op_type == "Gather" and index == 1
+        str(required(node.inputs[0]).name) for node, index in ids.uses() if node.op_type == "Gather" and index == 1
     }
     tables = {name for name in tables & first.initializers.keys() if _is_matrix(first.initializers[name], weights)}
     tied = tables & head.initializers.keys()
@@ -50,7 +51,7 @@ def share_embedding(models: Mapping[str, ir.Model], weights: str) -> SharedEmbed
         return None
     (name,) = tied or tables
     product = _product(head, name) if tied else None
-    matrix = present(first.initializers[name].const_value)
+    matrix = required(first.initializers[name].const_value)
     for graph in (first, head) if product is not None else (first,):
         value = graph.initializers.pop(name)
         value.name, value.const_value, value.shape = names.EMBEDDING, None, ir.Shape(matrix.shape.numpy())
@@ -70,7 +71,7 @@ def _product(head: ir.Graph, name: str) -> ir.Node | None:
 
 def _multiply_rows(head: ir.Graph, product: ir.Node, rows: int, width: int) -> None:
     """Lets the MatMul take states [m, E] and give logits [m, V] in place of [1, m, E] and [1, m, V]."""
-    (states, transposed), output = map(present, product.inputs), product.outputs[0]
+    (states, transposed), output = map(required, product.inputs), product.outputs[0]
     shape, first = integers(head, "as_states", [-1, width]), integers(head, "axis_0", [0])
     flat = op_before(product, "Reshape", [states, shape], dtype=output.dtype, shape=[None, width], suffix="_states")
     logits = op_before(product, "MatMul", [flat, transposed], dtype=output.dtype, shape=[None, rows], suffix="_rows")
@@ -78,5 +79,5 @@ def _multiply_rows(head: ir.Graph, product: ir.Node, rows: int, width: int) -> N
 
 
 def _is_matrix(value: ir.Value, weights: str) -> bool:
-    tensor = present(value.const_value)
+    tensor = required(value.const_value)
     return len(tensor.shape) == 2 and tensor.dtype == HALF.get(weights, FLOAT)

@@ -1,4 +1,6 @@
-"""Lets attention to chosen keys be traced as attention to all, which it is for sequences that are short enough.
+"""Traces attention to chosen keys as attention to all.
+
+It is that for sequences that are short enough.
 
 Some models (DeepSeek V3.2, GLM 5, MiniMax M3) have an indexer beside each attention, which scores all keys for every
 query; the best N alone are attended to. Of N keys or fewer these are all, and `pipeline.contents` allows no longer

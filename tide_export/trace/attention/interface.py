@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.attention import attention_implementation, does_not_use_interface
-from tide_export.names import OP_ATTENTION
+from tide_export.names.operators import OP_ATTENTION
 from tide_export.trace.attention.indexed import chosen_keys, without_indexers
 from tide_export.trace.attention.masks import Mask, refuse_additions
 from tide_export.trace.running_layer import RUNNING
@@ -92,7 +92,10 @@ def emitter(masks: Sequence[Mask | None]) -> Callable:
 
 
 def refuse_ignored_attention(model: PreTrainedModel, traced: int, layers: int) -> None:
-    """Raises UnsupportedModelError if a trace holds another number of attention ops than the model has layers."""
+    """Checks that a trace holds as many attention ops as the model has layers.
+
+    Raises UnsupportedModelError.
+    """
     if traced == 0:
         raise UnsupportedModelError(does_not_use_interface(model))
     if traced != layers:

@@ -53,16 +53,20 @@ class Mask:
         return causal
 
     def __getitem__(self, index: tuple) -> "Mask":
-        """Itself for slices that keep everything, which is all that a model may do with its masks; 0 is the one for all
-        heads."""
+        """Returns itself for slices that keep everything, which is all that a model may do with its masks.
+
+        0 is the one mask for all heads.
+        """
         if any(part not in (slice(None), slice(0, None), 0) for part in index):
             raise TypeError("a mask's form has no parts")
         return self
 
 
 class _UnknownMask:
-    """A mask of another form: the model is refused if a layer uses it (Qwen2-MoE without sliding windows makes one of
-    zero tokens that none does)."""
+    """Stands for a mask of another form: the model is refused if a layer uses it.
+
+    Qwen2-MoE without sliding windows makes one of zero tokens that no layer uses.
+    """
 
 
 def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] | None:
@@ -117,7 +121,10 @@ def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
 
 
 def refuse_additions(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError if `arguments` of an attention function change its scores beside the mask."""
+    """Checks that `arguments` of an attention function change scores by the mask alone.
+
+    Raises UnsupportedModelError.
+    """
     for name, feature in _ADDITIONS.items():
         if arguments.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} attends with {feature}, which cannot be exported yet")
@@ -125,7 +132,10 @@ def refuse_additions(module: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _recording(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator[None]:
-    """While open, forward passes of `model` fill `seen` with the mask of each layer and compute no attention."""
+    """Fills `seen` with the mask of each layer in forward passes of `model`, while open.
+
+    Attention is not computed.
+    """
     kind = type(model).__name__
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
 

@@ -1,4 +1,4 @@
-"""Finds attention in the trace of a model that computes it itself, and replaces it by the symbolic attention op.
+"""Replaces attention that a model computes itself by the symbolic attention op.
 
 `interface` serves models that use `transformers`' attention interface; GPT-Neo, GPT-J, CodeGen, Falcon, BLOOM, MPT and
 XGLM do not. Their attention is spelled out in the trace: matmul, scaling, mask, softmax, matmul (or a call of PyTorch's
@@ -17,7 +17,17 @@ from onnx_ir.passes import common as common_passes
 from torch.nn import functional
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_MASKED_ATTENTION
+from tide_export.graph.rewriting import (
+    SWAP_HEADS,
+    constant,
+    dims,
+    ensure_none_left,
+    graph_of,
+    op_before,
+    rank,
+    required,
+)
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_MASKED_ATTENTION
 from tide_export.trace.attention.repeated_kv import ungrouped
 from tide_export.trace.attention.scores import (
     MAX_LENGTH,
@@ -27,7 +37,6 @@ from tide_export.trace.attention.scores import (
     refusal,
     score_matmuls,
 )
-from tide_export.trace.rewriting import SWAP_HEADS, constant, dims, ensure_none_left, graph_of, op_before, present, rank
 from tide_export.trace.symbolic import symbolic
 
 _LAYOUT = ("Cast", "Identity", "Reshape")  # operators between a softmax and the matmul with the values
@@ -54,14 +63,19 @@ def symbolic_sdpa() -> Iterator[None]:
 
 
 class ExplicitAttentionPass(ir.passes.InPlacePass):
-    """Replaces attention that is spelled out in a trace by `TideAttention`, numbered in order of appearance.
+    """Replaces attention that is spelled out in a trace by `TideAttention`.
+
+    The nodes are numbered in order of appearance.
 
     An op with a bias has five inputs: query, key, value, none, and the bias by head and key position, float32 [H, N];
     ops with equal biases share one table.
     """
 
     def __init__(self, max_length: int, kind: str):
-        """`max_length`: longest sequence the graph will run on, in tokens; `kind`: the architecture, for messages."""
+        """Takes the longest sequence and the architecture.
+
+        `max_length`: in tokens; `kind`: for messages.
+        """
         super().__init__()
         self.max_length = max_length
         self.kind = kind
@@ -187,7 +201,7 @@ class _SpelledOut(_Attention):
         self.softmax, self.scores = softmax, scores
 
     def rule(self, reader: ScoreReader) -> ScoreRule:
-        return reader.read_chain(present(self.softmax.inputs[0]), self.scores, self.heads)
+        return reader.read_chain(required(self.softmax.inputs[0]), self.scores, self.heads)
 
 
 def _attention_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -199,7 +213,7 @@ def _is_masked(node: ir.Node) -> bool:
 
 
 def _masked(node: ir.Node, kind: str) -> _Attention:
-    query, key, value = map(present, node.inputs[:3])
+    query, key, value = map(required, node.inputs[:3])
     return _Masked(kind, node, query, key, value)
 
 
@@ -228,15 +242,15 @@ def _reader_of(softmax: ir.Node) -> str:
 
 
 def _spelled_out(node: ir.Node, kind: str) -> _Attention:
-    softmax = present(_softmax(node.inputs[0]))
-    end = present(softmax.inputs[0])
+    softmax = required(_softmax(node.inputs[0]))
+    end = required(softmax.inputs[0])
     if softmax.attributes.get_int("axis", -1) not in (-1, (rank(end) or 0) - 1):
         raise refusal(kind, "takes its softmax over something else than the keys")
     scores = score_matmuls(end)
     if len(scores) != 1:
         how = "from two matmuls" if scores else f"by a {first_unknown_step(end)} that is not understood"
         raise refusal(kind, f"computes its attention scores {how}")
-    matmul = present(scores[0].producer())
+    matmul = required(scores[0].producer())
     query, transposed = matmul.inputs
     return _SpelledOut(
         kind,
@@ -244,7 +258,7 @@ def _spelled_out(node: ir.Node, kind: str) -> _Attention:
         softmax,
         scores[0],
         _split_heads(query, kind),
-        _split_heads(_untransposed(present(transposed), matmul), kind),
+        _split_heads(_untransposed(required(transposed), matmul), kind),
         _split_heads(node.inputs[1], kind),
     )
 
@@ -255,7 +269,7 @@ def _untransposed(value: ir.Value, reader: ir.Node) -> ir.Value:
     node, perm = value.producer(), axes
     if node is not None and node.op_type == "Transpose":
         perm = list(node.attributes.get_ints("perm", axes[::-1]))
-        value = present(node.inputs[0])
+        value = required(node.inputs[0])
     perm = [*perm[:-2], perm[-1], perm[-2]]
     if perm == axes:
         return value
@@ -276,7 +290,9 @@ def _split_heads(value: ir.Value | None, kind: str) -> ir.Value:
 
 
 def _same_dimensions(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
-    """Replaces the symbolic dimensions of `old` by those of `new`, which are equal, in all shapes of `graph`.
+    """Replaces the symbolic dimensions of `old` by those of `new` in all shapes of `graph`.
+
+    They are equal.
 
     A mask stored for N positions makes a trace call the tokens after it "at most N"; to later passes that would be
     another number of tokens.

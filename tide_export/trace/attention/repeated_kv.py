@@ -6,7 +6,7 @@ them (Falcon's `new_decoder_architecture` does). The cache then still holds one 
 
 import onnx_ir as ir
 
-from tide_export.trace.rewriting import SWAP_HEADS, dims, graph_of, integers, op_before, producer, rank
+from tide_export.graph.rewriting import SWAP_HEADS, dims, graph_of, integers, op_before, producer, rank
 
 
 def ungrouped(value: ir.Value) -> ir.Value:

@@ -17,8 +17,8 @@ import onnx_ir.convenience as irc
 from onnx.reference import ReferenceEvaluator
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.names import DOMAIN
-from tide_export.trace.rewriting import present, rank
+from tide_export.graph.rewriting import rank, required
+from tide_export.names.operators import DOMAIN
 
 MAX_LENGTH = 8192  # tokens that a mask is evaluated for; it has a cell for each pair of them
 HIDES = -1e8  # an addend below this hides the key; no bias comes near it
@@ -83,7 +83,7 @@ class _Scores:
         return replace(self, scale=self.scale * factor, bias=self.bias * factor)
 
     def reshaped(self, target: tuple[int, ...]) -> "_Scores | None":
-        """The same cells in another shape; None if dimensions other than those of size 1 change."""
+        """Reshapes the cells; None if dimensions other than those of size 1 change."""
         if [dim for dim in self.shape if dim != 1] != [dim for dim in target if dim != 1]:
             return None
 
@@ -109,7 +109,9 @@ class ScoreReader:
         self._known: dict[ir.Value, np.ndarray] = {}
 
     def read_chain(self, end: ir.Value, scores: ir.Value, heads: int) -> ScoreRule:
-        """The rule between the matmul result `scores` ([B, H, S, S] or [B * H, S, S]) and the softmax of `end`.
+        """Returns the rule between the matmul result `scores` and the softmax of `end`.
+
+        `scores`: [B, H, S, S] or [B * H, S, S].
 
         Raises:
             UnsupportedModelError: it is no such rule; the message names the reason.
@@ -119,7 +121,10 @@ class ScoreReader:
         return self._rule(self._follow(end, scores, _Scores.start(shape)), heads)
 
     def read_mask(self, mask: ir.Value | None, scale: float, causal: bool, heads: int) -> ScoreRule:
-        """The rule of `scaled_dot_product_attention` with `mask` ([.., S, S]; bool: True is seen; float: added)."""
+        """Returns the rule of `scaled_dot_product_attention` with `mask`.
+
+        `mask`: [.., S, S]; bool: True is seen; float: added.
+        """
         square = (self.length, self.length)
         scores = _Scores.start((1, heads, *square), scale)
         if mask is not None and mask.dtype == ir.DataType.BOOL:
@@ -134,7 +139,7 @@ class ScoreReader:
         """`value` as a function of `scores`, which is `start`."""
         if value is scores:
             return start
-        node = present(value.producer())
+        node = required(value.producer())
         inputs = [item for item in node.inputs if item is not None]
         from_scores = [item for item in inputs if item is scores or scores in score_matmuls(item)]
         if len(from_scores) != 1:
@@ -215,8 +220,11 @@ class ScoreReader:
         return bool((self._value(value) < HIDES).all())
 
     def _value(self, value: ir.Value | None) -> np.ndarray:
-        """`value` for one sequence of `length` tokens. Raises UnsupportedModelError: it depends on the tokens."""
-        value = present(value)
+        """Evaluates `value` for one sequence of `length` tokens.
+
+        Raises UnsupportedModelError: it depends on the tokens.
+        """
+        value = required(value)
         if value not in self._known:
             self._known[value] = self._evaluate(value)
         return self._known[value]
@@ -259,8 +267,10 @@ class ScoreReader:
         return window if window < self.length else None
 
     def _key_bias(self, bias: np.ndarray, seen: np.ndarray, heads: int) -> np.ndarray | None:
-        """The bias of each head by key position, [H, N]; None if there is none. `bias`: [.., 1 or H, 1 or N, 1 or N],
-        by head, query and key."""
+        """Returns the bias of each head by key position, [H, N]; None if there is none.
+
+        `bias`: [.., 1 or H, 1 or N, 1 or N], by head, query and key.
+        """
         bias = bias.reshape((-1, *bias.shape[-2:]))
         if bias.shape[1] > 1:
             # By query and key: the last query's, if those of the others differ from it by one number for all keys.

@@ -1,1 +1,1 @@
-"""Extends `torch.onnx.export`: decompositions, functional forms of in-place operators, complex operators."""
+"""Extends `torch.onnx.export`: decompositions, in-place operators, constants, complex operators."""

@@ -6,6 +6,9 @@ that decoders are written of. For such graphs, casts, assertions, in-place opera
 are rewritten directly to the form that the two runs would give them. A graph that writes through a view, or that holds
 one operator without a translation, is decomposed as usual. Both ways compute the same, nearly always in the same ONNX
 (`tests/trace/test_decompositions.py`): an axis of Split may be counted from the end, a size read off another tensor.
+
+`_fold_numbers` and `_write_roots` change results. The rest saves time alone, and stays because without it a trace takes
+2.8 times as long, and an export of the demo model with given routers 1.4 times.
 """
 
 import math
@@ -60,8 +63,10 @@ def minimal_decompositions() -> Iterator[None]:
 
 
 def _can_be_written(node: Node, translated: set, in_place: Mapping[Node, OpOverload]) -> bool:
-    """Whether the exporter can write `node` unchanged, or as `_simplify` rewrites it. `in_place`: functional operators
-    for the in-place nodes that can have one."""
+    """Whether the exporter can write `node` unchanged, or as `_simplify` rewrites it.
+
+    `in_place`: functional operators for the in-place nodes that can have one.
+    """
     if node.op == "get_attr":
         return not isinstance(getattr(node.graph.owning_module, str(node.target), None), GraphModule)
     if node.op != "call_function":
@@ -78,8 +83,10 @@ def _can_be_written(node: Node, translated: set, in_place: Mapping[Node, OpOverl
 
 
 def _fold_numbers(program: ExportedProgram, translated: set) -> None:
-    """Replaces what the exporter cannot write by its value, where that is one number computed from constants (the
-    inverse error function of Gemma 3n's activation sparsity)."""
+    """Replaces one number computed from constants by its value, where the exporter cannot write it.
+
+    Example: the inverse error function of Gemma 3n's activation sparsity.
+    """
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     known: dict[Node, torch.Tensor] = {}
     for node in list(program.graph.nodes):
@@ -106,8 +113,11 @@ def _write_roots(program: ExportedProgram) -> None:
 
 
 def _simplify(module: GraphModule, program: ExportedProgram, in_place: Mapping[Node, OpOverload]) -> None:
-    """Rewrites what decomposing would: casts become `_to_copy`, or are removed where the dtype stays; assertions and
-    what only they used are removed; the operators of REWRITTEN are replaced."""
+    """Rewrites the graph to the form that decomposing would give.
+
+    Casts become `_to_copy`, or are removed where the dtype stays; assertions and what only they used are removed; the
+    operators of REWRITTEN are replaced.
+    """
     graph = module.graph
     for node in list(graph.nodes):
         if node in in_place:

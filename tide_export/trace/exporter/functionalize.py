@@ -13,7 +13,10 @@ from torch.fx import Node
 
 
 def functional(node: Node) -> OpOverload | None:
-    """The operator that returns what `node` writes into its first argument; None if `node` cannot be replaced."""
+    """Returns the operator that gives what `node` writes into its first argument.
+
+    None if `node` cannot be replaced.
+    """
     target = node.target
     if not isinstance(target, OpOverload) or not target._schema.is_mutable or node.kwargs:
         return None
@@ -30,7 +33,9 @@ def functional(node: Node) -> OpOverload | None:
 
 
 def make_functional(node: Node, target: OpOverload) -> Node:
-    """Makes `node` compute `target`, from `functional`, and later readers of what it wrote into read its result.
+    """Makes `node` compute `target`, from `functional`.
+
+    Later readers of what it wrote into read its result.
 
     Returns the argument it wrote into, which no later node reads.
     """
@@ -42,7 +47,7 @@ def make_functional(node: Node, target: OpOverload) -> Node:
 
 
 def _is_shared(written: Node, node: Node) -> bool:
-    """Whether the memory of `written` belongs to another tensor, or is read by `node` or later as another one."""
+    """Whether the memory of `written` is another tensor's, or is read as another one from `node` on."""
     names = _names(written)
     (memory,) = _memory(written)
     origin = names[-1].args[0] if names[-1].target is operator.getitem else names[-1]

@@ -1,1 +1,1 @@
-"""Runs segment networks in PyTorch, which judges those that ONNX Runtime does not run on the CPU: bfloat16."""
+"""Runs segment networks in PyTorch, to check those in bfloat16, which ONNX Runtime lacks on the CPU."""

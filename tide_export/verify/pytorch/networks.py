@@ -1,4 +1,4 @@
-"""The segment networks on PyTorch, on the CPU. Tensors are views of the sequences' own memory."""
+"""Runs the segment networks in PyTorch on the CPU, on views of the sequences' memory."""
 
 import ctypes
 import math
@@ -8,12 +8,12 @@ from typing import Any
 import onnx
 import torch
 
-from tide_export import names
+from tide_export.bundle.file_names import network_file
+from tide_export.bundle.network_spec import NetworkSpec, specs
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError, first_line
 from tide_export.runtime.callers_networks import load_networks
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.network_spec import NetworkSpec, specs
 from tide_export.verify.pytorch.program import Program
 
 
@@ -21,7 +21,7 @@ def open_torch(bundle: Bundle) -> Engine:
     """Opens an engine on the bundle's segment networks in PyTorch.
 
     Raises:
-        ProviderError: the bundle has no segment networks, or one computes with what is not known here.
+        ProviderError: the bundle has no segment networks, or one has an operator that is not supported here.
         BundleError: a network does not load.
     """
     info = bundle.manifest.networks
@@ -34,15 +34,15 @@ def open_torch(bundle: Bundle) -> Engine:
 
 
 class TorchNetworks:
-    """The networks of one bundle (see `callers_networks.Networks`)."""
+    """Runs the networks of one bundle (a `callers_networks.Networks`)."""
 
     def __init__(self, bundle: Bundle, expected: Mapping[str, NetworkSpec]) -> None:
         self._networks = {}
         for name, spec in expected.items():
-            file = bundle.file(names.network_file(name))
+            file = bundle.file(network_file(name))
             try:
                 model = onnx.load(str(file.path))
-            except Exception as error:  # protobuf's exceptions have no name in every release
+            except Exception as error:  # protobuf's exception class differs between releases
                 raise BundleError(f"'{file.path}' is no ONNX model: {first_line(error)}") from None
             program = Program(model, {}, torch.device("cpu"), str(file.path))
             self._networks[name] = TorchNetwork(program, spec)
@@ -54,21 +54,21 @@ class TorchNetworks:
         return False
 
     def forget(self, recording: int) -> None:
-        """Forgets nothing, as nothing is kept for a recording."""
+        """Does nothing: nothing is recorded."""
 
     def close(self) -> None:
-        """Keeps the networks, which hold nothing of their own for a set of buffers."""
+        """Does nothing: all sets of buffers share these networks."""
 
 
 class TorchNetwork:
-    """One network."""
+    """Runs one network."""
 
     def __init__(self, program: Program, spec: NetworkSpec) -> None:
         self._program, self._spec = program, spec
         self._fixed: dict[tuple[int, int], list[Any]] = {}  # the slots that shapes determine, by shape
 
     def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
-        """Runs it. Raises GenerationError: PyTorch failed."""
+        """Runs the network on the memory at `addresses`; GenerationError if PyTorch failed."""
         try:
             with torch.inference_mode():
                 self._run(addresses, tokens, batch_size)
@@ -110,7 +110,7 @@ class TorchNetwork:
 
 
 def _on_host(address: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The memory at an address as a tensor."""
+    """Returns a view of the memory at an address."""
     kind = getattr(torch, dtype)
     memory = (ctypes.c_uint8 * (math.prod(shape) * kind.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(kind).reshape(shape)

@@ -1,7 +1,7 @@
-"""The standard ONNX operators of segment networks, as PyTorch computes them.
+"""Computes the standard ONNX operators of segment networks in PyTorch.
 
-Each function takes an operator's inputs and, as keywords, its attributes: an attribute that a function does not take is
-refused when a network is opened. None waits for the device or reads from it, so a run can be recorded in a CUDA graph:
+Each function takes an operator's inputs and, as keywords, its attributes; other attributes are refused when a network
+is opened. None waits for the device or reads from it, so a run can be recorded in a CUDA graph:
 what must be known on the host (shapes, axes) comes as lists of integers.
 """
 
@@ -24,10 +24,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Operator:
-    """How one operator is computed.
+    """Describes how one operator is computed.
 
     Attributes:
-        function: of the inputs (absent ones None) and attributes; a tensor, or a tuple of them.
+        function: takes the inputs (None: absent) and attributes; returns a tensor or a tuple of tensors.
         on_host: indices of the inputs that it takes as lists of integers.
     """
 
@@ -37,7 +37,7 @@ class Operator:
 
 def gather(data: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
     axis, size = axis % data.dim(), data.shape[axis]
-    # A GPU's kernel aborts the process on an index outside; the CPU's reports it.
+    # On a GPU, an index out of range aborts the process; on the CPU it is reported.
     wrapped = indices % size if data.is_cuda else torch.where(indices < 0, indices + size, indices)
     shape = (*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :])
     return data.index_select(axis, wrapped.reshape(-1)).reshape(shape)
@@ -48,7 +48,7 @@ def gather_elements(data: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
 
 
 def gather_nd(data: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
-    """Of `indices` [*batch, *outer, n]: the slices at the first n dimensions after the batch's."""
+    """Gathers the slices at `indices` [*batch, *outer, n] of the n dimensions after the batch's."""
     batch, depth = data.shape[:batch_dims], indices.shape[-1]
     outer = indices.shape[batch_dims:-1]
     lead = [
@@ -131,7 +131,7 @@ def cast(x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up") -> Te
 
 
 def reduced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` over the axes of the second input, by default over all."""
+    """Wraps a reduction over the axes of the second input, by default over all."""
 
     def reduce(x: Tensor, axes: Ints | None = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Tensor:
         if not axes and noop_with_empty_axes:
@@ -155,7 +155,7 @@ def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Te
 
 
 def variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """`function` from left to right over any number of inputs."""
+    """Folds `function` from left to right over any number of inputs."""
 
     def fold(first: Tensor, *others: Tensor) -> Tensor:
         for other in others:
@@ -221,8 +221,10 @@ def rotary_embedding(
     num_heads: int = 0,
     rotary_embedding_dim: int = 0,
 ) -> Tensor:
-    """Of x [B, H, S, D], or [B, S, H * D] with `num_heads`; tables [P, d / 2] read at `positions` [B, S], or
-    [B, S, d / 2]."""
+    """Computes RotaryEmbedding of x [B, H, S, D], or [B, S, H * D] with `num_heads`.
+
+    The tables are [P, d / 2] and read at `positions` [B, S], or [B, S, d / 2].
+    """
     flat = x.dim() == 3
     heads = x.unflatten(-1, (num_heads, -1)) if flat else x.transpose(1, 2)  # [B, S, H, D]
     if positions is not None:
@@ -251,9 +253,10 @@ def attention(
     is_causal: int = 0,
     softmax_precision: int = 1,
 ) -> Tensor:
-    """Of query [B, H, S, D], keys and values [B, Hkv, C, D] and a mask that broadcasts to [B, H, S, C].
+    """Computes Attention of query [B, H, S, D], keys and values [B, Hkv, C, D].
 
-    The H / Hkv query heads of a key's head are taken as so many more queries, so that keys and values are not repeated.
+    The mask broadcasts to [B, H, S, C]. The H / Hkv query heads of a key head are treated as more queries, so that keys
+    and values are not repeated.
     """
     batch, heads, tokens, width = query.shape
     groups = heads // keys.shape[1]
@@ -270,11 +273,11 @@ def attention(
 
 
 def scatter_into(buffer: Tensor, update: Tensor, starts: Tensor, axis: int = -2, mode: str = "linear") -> None:
-    """TensorScatter in place: writes `update` [B, .., S, D] into `buffer` [B, .., C, D] from `starts` [B] on."""
+    """Writes `update` [B, .., S, D] into `buffer` [B, .., C, D] from `starts` [B] on (TensorScatter)."""
     axis, size = axis % buffer.dim(), buffer.shape[axis]
     steps = torch.arange(update.shape[axis], device=buffer.device)
     index = starts.reshape(-1, 1) + steps
-    if mode == "circular" or buffer.is_cuda:  # a GPU's kernel aborts the process on an index outside
+    if mode == "circular" or buffer.is_cuda:  # on a GPU, an index out of range aborts the process
         index = index % size
     shape = [1] * buffer.dim()
     shape[0], shape[axis] = index.shape
@@ -316,7 +319,7 @@ def concat(*parts: Tensor, axis: int) -> Tensor:
 
 
 def quantize_linear(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """To 8-bit floating point, by one scale."""
+    """Quantizes to 8-bit floating point, with one scale."""
     if zero.dtype != torch.float8_e4m3fn or scale.dim():
         raise ValueError(f"QuantizeLinear to {zero.dtype}")
     largest = torch.finfo(zero.dtype).max
@@ -324,7 +327,7 @@ def quantize_linear(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def dequantize_linear(x: Tensor, scale: Tensor, *, axis: int = 1, block_size: int = 0) -> Tensor:
-    """By one scale, or by scales of blocks of `block_size` numbers along `axis`."""
+    """Dequantizes with one scale, or with one scale per `block_size` numbers along `axis`."""
     if scale.dim() and not block_size:
         raise ValueError("DequantizeLinear by scales of an axis")
     return x.to(scale.dtype) * (scale.repeat_interleave(block_size, axis) if block_size else scale)

@@ -1,6 +1,6 @@
-"""An ONNX network as a list of PyTorch calls.
+"""Compiles an ONNX network to a list of PyTorch calls.
 
-Its functions are inlined, but for those that the caller computes with a kernel. What depends on shapes alone is
+Functions are inlined, except those that the caller computes with a kernel. Values that depend only on shapes are
 computed in the first run of each shape, on the host, and uploaded once: later runs of that shape copy nothing to the
 device and wait for nothing, so they can be recorded in a CUDA graph.
 """
@@ -23,20 +23,20 @@ from tide_export.verify.pytorch.operators import DTYPES, OPERATORS, Operator, sc
 
 Kernels = Mapping[tuple[str, str], Callable[..., Any]]  # by domain and operator, of inputs and attributes
 
-# A value has up to three slots: the tensor on the device, and of what depends on shapes alone the tensor on the host
-# and the list of its numbers.
+# A value has up to three slots: the tensor on the device and, if it depends only on shapes, the tensor on the host and
+# the list of its numbers.
 DEVICE, HOST, LIST = "device", "host", "list"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call.
+    """Describes one call.
 
     Attributes:
-        inputs, outputs: slots; -1 for an input that is absent.
-        static: whether its results depend on shapes alone.
+        inputs, outputs: slots; -1 for an absent input.
+        static: whether its results depend only on shapes.
         target: the output whose memory a TensorScatter writes to in place.
-        free: slots that nothing reads after it.
+        free: slots that no later step reads.
     """
 
     call: Callable[..., Any]
@@ -48,13 +48,13 @@ class Step:
 
 
 class Program:
-    """A network on a device, ready to be run.
+    """Compiles a network to steps on a device.
 
     Attributes:
-        inputs, outputs: the slot of each, by name.
-        steps: in order.
-        base: the value of every slot before a run; None for what a run computes.
-        static: slots that shapes determine.
+        inputs, outputs: slots by name.
+        steps: the calls in order.
+        base: the value of every slot before a run; None: computed in the run.
+        static: slots whose values depend only on shapes.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Program:
         where: str,
         kernels: Kernels | None = None,
     ) -> None:
-        """Prepares `model`.
+        """Compiles `model`.
 
         Args:
-            weights: its initializers that are stored elsewhere, on the device.
+            weights: its external initializers, on the device.
             where: its file, for messages.
-            kernels: what computes some operators in place of their functions.
+            kernels: functions that compute some operators in place of the model's functions.
 
         Raises:
-            ProviderError: it computes with something that is not known here.
+            ProviderError: the model has an operator or attribute that is not supported here.
         """
         self._device, self._where, self._kernels = device, where, kernels or {}
         graph = inliner.inline_selected_functions(model, list(self._kernels), exclude=True).graph
@@ -96,18 +96,18 @@ class Program:
         self.steps = list(self._freeing())
 
     def get_inputs(self) -> list[SimpleNamespace]:
-        """As of a session of ONNX Runtime: name, type and shape of each."""
+        """Returns name, type and shape of each input, as a session of ONNX Runtime does."""
         return self._entries[0]
 
     def get_outputs(self) -> list[SimpleNamespace]:
-        """See `get_inputs`."""
+        """Returns name, type and shape of each output."""
         return self._entries[1]
 
     def _slot(self, name: str, kind: str = DEVICE) -> int:
         return self._slots.setdefault((name, kind), len(self._slots))
 
     def _add_constant(self, name: str, tensor: onnx.TensorProto) -> None:
-        """A small constant, which may be needed on the host, on the device, or on both."""
+        """Adds a small constant, which may be needed on the host, on the device, or on both."""
         self._constants[self._slot(name, HOST)] = self._read(tensor)
 
     def _read(self, tensor: onnx.TensorProto) -> torch.Tensor:
@@ -122,7 +122,7 @@ class Program:
         return (name, HOST) in self._slots
 
     def _needed(self, name: str, kind: str) -> int:
-        """The slot of a value as a later step takes it; what shapes determine is brought there."""
+        """Returns the slot of a value in the form that a step takes; adds the conversion of static values."""
         if not self._is_static(name) or (name, kind) in self._slots:
             return self._slot(name, kind)
         source, slot = self._slot(name, HOST), self._slot(name, kind)
@@ -190,7 +190,7 @@ class Program:
         return ProviderError(f"'{self._where}' computes with {operator}{how}, which provider 'torch' does not know")
 
     def _freeing(self) -> Iterator[Step]:
-        """The steps, each with what nothing reads after it."""
+        """Yields the steps, each with the slots that no later step reads."""
         kept = {*self.static, *self._constants, *self.outputs.values(), *self.inputs.values(), -1}
         last = {slot: number for number, step in enumerate(self._steps) for slot in (*step.inputs, *step.outputs)}
         for number, step in enumerate(self._steps):
@@ -199,9 +199,9 @@ class Program:
 
 
 def tensor_of(array: np.ndarray, dtype: int, shape: Sequence[int]) -> torch.Tensor:
-    """A copy of `array`, whose elements are of a TensorProto.DataType, whatever NumPy takes them for.
+    """Copies `array` to a tensor of a TensorProto.DataType, whatever its NumPy dtype.
 
-    Integers of 4 bits become those of 8; `array` holds them in pairs, the first in the low half of a byte.
+    4-bit integers become 8-bit ones; `array` holds them in pairs, the first in the low half of a byte.
     """
     if dtype == onnx.TensorProto.INT4:
         packed = array.reshape(-1).view(np.int8)
@@ -235,8 +235,10 @@ def _described(value: onnx.ValueInfoProto) -> SimpleNamespace:
 
 
 def _in_place(graph: onnx.GraphProto) -> Iterator[tuple[str, str]]:
-    """The results of TensorScatter that may be computed in a graph output's memory, and that output: of a graph input,
-    with no other reader of what is between."""
+    """Yields results of TensorScatter that can be computed in a graph output's memory, and that output.
+
+    These are chains of scatters from a graph input whose intermediate values have no other reader.
+    """
     scatters = {node.input[0]: node.output[0] for node in graph.node if node.op_type == "TensorScatter"}
     outputs = {value.name for value in graph.output}
     readers = [name for node in graph.node for name in node.input]

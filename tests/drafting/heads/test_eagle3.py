@@ -25,10 +25,10 @@ from random_heads import (
 from tiny_configs import LLAMA3
 from torch.nn import functional
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
-from tide_export.heads.eagle3 import read_eagle3
+from tide_export.drafting.heads.eagle3 import read_eagle3
 from tide_export.model.source import SourceModel, load_model
+from tide_export.names import step_graph as names
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.quantized import restore

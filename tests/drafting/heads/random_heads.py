@@ -13,15 +13,15 @@ from ort_sessions import session_options
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.compose.drafter import EMBEDDINGS, compose_drafter
 from tide_export.drafting.files import QUANTIZATION, quantized
-from tide_export.heads.head import DraftHead
-from tide_export.heads.pieces import head_pieces, matrices_of
+from tide_export.drafting.heads.head import DraftHead
+from tide_export.drafting.heads.pieces import head_pieces, matrices_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.source import load_model
+from tide_export.names import paged, paged_drafter
 from tide_export.pipeline.flow import export
 from tide_export.routers.drafter import CONFIDENCES
 from tide_export.routers.random_routers import random_routers
@@ -164,15 +164,15 @@ def network_equals_step(head: DraftHead, file: Path, rows: int = CONTEXT - 4, dr
         stop = start + states.shape[1]
         feeds = {
             EMBEDDINGS: embeddings[:, start:stop].numpy(),
-            names.HIDDEN_STATES: states.numpy(),
-            names.POSITION_IDS: np.arange(start, stop)[None],
-            names.LAST_TOKENS: np.array([states.shape[1] - 1]),
-            names.SEQUENCE_STARTS: np.array([0, states.shape[1]]),
-            names.SEQUENCE_LENGTHS: np.array([stop]),
-            names.PAGE_TABLE: np.arange(CONTEXT // 16, dtype=np.int32)[::-1][None],
-            **{names.pages(0, kind): value for kind, value in pages.items()},
+            paged_drafter.HIDDEN_STATES: states.numpy(),
+            paged_drafter.POSITION_IDS: np.arange(start, stop)[None],
+            paged_drafter.LAST_TOKENS: np.array([states.shape[1] - 1]),
+            paged_drafter.SEQUENCE_STARTS: np.array([0, states.shape[1]]),
+            paged_drafter.SEQUENCE_LENGTHS: np.array([stop]),
+            paged_drafter.PAGE_TABLE: np.arange(CONTEXT // 16, dtype=np.int32)[::-1][None],
+            **{paged.pages(0, kind): value for kind, value in pages.items()},
         }
-        outputs = [names.LOGITS, names.NEW_HIDDEN_STATES, *(names.new_pages(0, kind) for kind in pages)]
+        outputs = [paged_drafter.LOGITS, paged_drafter.NEW_HIDDEN_STATES, *(paged.new_pages(0, kind) for kind in pages)]
         logits, new, *written = session.run(outputs, feeds)
         pages.update(zip(pages, written, strict=True))
         return logits, new

@@ -1,8 +1,8 @@
 """Assembles pieces and single operators into a graph, or a branch of one.
 
-A `Block` collects the nodes of one scope (the main graph, or one branch of an `If`) under a name prefix. All blocks of
-a model share one `Weights` pool, which becomes the initializers of the main graph, so that a weight used in two
-branches is stored once.
+A `GraphBuilder` collects the nodes of one scope (the main graph, one branch of an `If`, or a function's body) under a
+name prefix. All builders of a model share one `Weights` pool, which becomes the initializers of the main graph, so that
+a weight used in two branches is stored once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import ArrayLike
 
-from tide_export.names import DOMAIN
-from tide_export.trace.rewriting import OutputType, dims, initializer, new_node
-from tide_export.trace.tracer import OPSET
+from tide_export.graph.rewriting import OutputType, dims, initializer, new_node
+from tide_export.names.operators import DOMAIN
 
+OPSET = 23  # of traces and ONNX Runtime's graphs: at others, the exporter does not recognise hand-written norms
 IR_VERSION = 10  # the first that has opset 23
 
 Dim = int | str | ir.SymbolicDim | None
@@ -34,11 +34,11 @@ class Weights:
         return self.values[name]
 
     def integers(self, name: str, numbers: ArrayLike) -> ir.Value:
-        """The same for int64 numbers."""
+        """Returns the initializer `name` of int64 numbers."""
         return self.constant(name, np.array(numbers, dtype=np.int64))
 
     def float32(self, name: str, array: np.ndarray) -> ir.Value:
-        """The same, converted to float32."""
+        """Returns the initializer `name` converted to float32."""
         return self.constant(name, np.ascontiguousarray(array, dtype=np.float32))
 
     def share(self, weight: ir.Value) -> ir.Value:
@@ -51,7 +51,7 @@ class Weights:
         return self.values[name]
 
 
-class Block:
+class GraphBuilder:
     """The nodes of one scope, in order."""
 
     def __init__(self, prefix: str, weights: Weights):
@@ -121,7 +121,7 @@ class Block:
         return outputs
 
     def graph(self, outputs: Sequence[ir.Value]) -> ir.Graph:
-        """The block as a branch, which has no inputs and reads outer values by name."""
+        """The builder as a branch, which has no inputs and reads outer values by name."""
         return ir.Graph([], outputs, nodes=self.nodes, name=self.prefix)
 
     def model(
@@ -133,7 +133,7 @@ class Block:
         opset: int = OPSET,
         ir_version: int = IR_VERSION,
     ) -> ir.Model:
-        """The block as a model whose outputs get the names in `outputs`."""
+        """The builder as a model whose outputs get the names in `outputs`."""
         values = []
         for output, value in outputs.items():
             if value.producer() is None or value.name in outputs:  # a constant, or already an output
@@ -149,6 +149,25 @@ class Block:
             name=name,
         )
         return ir.Model(graph, ir_version=ir_version, producer_name="tide_export", functions=functions)
+
+    def function(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        outputs: Mapping[str, ir.Value],
+        opset: int,
+        attributes: Sequence[ir.Attr] = (),
+    ) -> ir.Function:
+        """Returns the nodes as the model-local function `tide::op_type`.
+
+        Its outputs get the names in `outputs`.
+
+        The nodes must have no types: those of any caller fit.
+        """
+        for name, value in outputs.items():
+            value.name = name
+        body = ir.Graph(inputs, list(outputs.values()), nodes=self.nodes, opset_imports={"": opset}, name=op_type)
+        return ir.Function(DOMAIN, op_type, graph=body, attributes=attributes)
 
     def _add(self, node: ir.Node) -> None:
         node.name = f"{self.prefix}/{node.op_type}_{len(self.nodes)}"

@@ -5,12 +5,12 @@ from typing import Any
 
 
 def attributes(instance: object, *names: str) -> dict[str, Any]:
-    """Attributes by their names, for JSON."""
+    """Returns attribute name -> value, for JSON."""
     return {name: getattr(instance, name) for name in names}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1, indent: str = "  ") -> str:
-    """Returns a table with a rule under its headers; the first `left` columns are left-aligned, the others right."""
+    """Returns a table with a line under its headers; columns after the first `left` are right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
 

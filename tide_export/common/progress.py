@@ -1,9 +1,8 @@
-"""Shows how far a long stage is and how much time is left (a bar on a terminal, log lines elsewhere), and silences the
-progress bars and logs of other libraries.
+"""Shows the progress of long stages, and silences the progress bars and logs of other libraries.
 
-Every stage of making a bundle wraps its slow loop in `stage`. Bars go to stderr, so that stdout stays clean for results
-and `--json`; where stderr is not a terminal (CI, a log file) nothing is drawn and the logger "tide_export" gets an INFO
-line when the stage ends, and one every `LINE_SECONDS` before.
+Every stage of making a bundle wraps its slow loop in `stage`. On a terminal it draws a bar on stderr, so that stdout
+has only results and `--json`. Elsewhere (CI, a log file) the logger "tide_export" gets an INFO line every
+`LINE_SECONDS` and when the stage ends.
 """
 
 import logging
@@ -19,16 +18,16 @@ LINE_SECONDS = 30.0
 
 @contextmanager
 def stage(title: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
-    """Announces a stage; yields `advance(amount)`, to be called as its work is done.
-
-    Args:
-        title: what is being done, in the progressive form: "collecting hidden states".
-        total: the sum of the amounts given to `advance`; None if unknown (no time left is shown).
+    """Announces a stage and yields `advance(amount)`, to be called as work is done.
 
     A stage that ends in an exception logs nothing more.
+
+    Args:
+        title: the work in the progressive form, such as "collecting hidden states".
+        total: sum of the amounts given to `advance`; None: unknown, no remaining time is shown.
     """
     started = time.perf_counter()
-    if sys.stderr.isatty() and logger.level <= logging.INFO:  # not where the user asked for quiet
+    if sys.stderr.isatty() and logger.level <= logging.INFO:  # no bar with --quiet
         with _bar(title, total) as advance:
             yield advance
     else:
@@ -37,7 +36,7 @@ def stage(title: str, total: float | None = None) -> Iterator[Callable[[float], 
 
 
 def duration(seconds: float) -> str:
-    """Returns a span of time in words of rough precision: `40 seconds`, `4 minutes`, `2.5 hours`."""
+    """Returns a duration as rounded text: `40 seconds`, `4 minutes`, `2.5 hours`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} second{'s' if round(seconds) > 1 else ''}"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
@@ -45,7 +44,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def quiet_loggers(level: int, *names: str) -> Iterator[None]:
-    """While open, the loggers `names` drop messages below `level`."""
+    """Drops messages of the loggers `names` below `level` while the context is open."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [other.level for other in loggers]
     for other in loggers:
@@ -59,7 +58,7 @@ def quiet_loggers(level: int, *names: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """While open, transformers shows no progress bars and logs errors alone, as does accelerate about offloading."""
+    """Hides transformers' progress bars and its and accelerate's warnings while the context is open."""
     from transformers.utils import logging as hf_logging
 
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()

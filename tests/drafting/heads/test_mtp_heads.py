@@ -14,8 +14,8 @@ from tiny_configs import CONTEXT, HEADS, LATENT, LAYERS, SIZES, TWO_SLIDING, WIN
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from tide_export.drafting.heads.mtp import read_mtp
 from tide_export.errors import DraftError
-from tide_export.heads.mtp import read_mtp
 from tide_export.model.source import SourceModel, load_model
 from tide_export.runtime.engine import load
 

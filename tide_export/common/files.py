@@ -1,4 +1,4 @@
-"""Writes files for users in one step, so that neither a full disk nor a kill leaves half of one.
+"""Writes files atomically, so that neither a full disk nor a killed process leaves half of one.
 
 `replace_files` is for contents in memory (router files, reports, manifests); `bundle.store` writes whole folders.
 """
@@ -14,27 +14,27 @@ from pathlib import Path
 from tide_export.errors import TideError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FULL_BYTES = 2**20  # with less free space a disk counts as full, when a library failed to write there
+FULL_BYTES = 2**20  # a disk with less free space counts as full when a library failed to write there
 TEMPORARY = "tide-tmp"
 
 
 def user_cache() -> Path:
-    """The user's folder for what may be deleted at any time: it is then measured or computed again.
+    """Returns the user's cache folder, whose files may be deleted at any time.
 
     Raises:
-        RuntimeError: the user has no home.
+        RuntimeError: the user has no home folder.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
-    """Writes every file under a temporary name beside it, flushes it to the disk, then renames all of them.
+    """Writes every file under a temporary name, flushes it to disk, then renames all of them.
 
-    Each file is seen as it was or as it becomes; after a failure before the first rename, all stay as they were. A
-    file that is replaced keeps its mode. Temporary files of killed processes are removed.
+    Readers see each file's old or new content, never a part. A failure before the first rename changes no file. A
+    replaced file keeps its mode. Temporary files of killed processes are removed.
 
     Raises:
-        OSError: a file cannot be written; `failure` describes it in words.
+        OSError: a file cannot be written; `failure` describes the error.
     """
     temporaries = {file: _temporary(file) for file in contents}
     try:
@@ -54,10 +54,10 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Writes and removes the temporary file of `replace_files`: permissions do not show a read-only file system.
+    """Writes and removes a temporary file, because permissions do not show a read-only file system.
 
     Raises:
-        OSError: `replace_files` could not write `file`.
+        OSError: `replace_files` cannot write `file`.
     """
     temporary = _temporary(file)
     try:
@@ -68,7 +68,7 @@ def check_writable(file: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flushes a file or folder to the disk."""
+    """Flushes a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -77,17 +77,17 @@ def fsync(path: Path) -> None:
 
 
 def failure(error: BaseException, folder: Path) -> str:
-    """Describes why a file in `folder` could not be written, in words."""
+    """Returns why a file in `folder` could not be written, for an error message."""
     if is_no_space(error, folder):
         return "no space left on the disk"
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def is_no_space(error: BaseException | None, folder: Path) -> bool:
-    """Whether a full disk, quota or file-size limit caused `error`.
+    """Returns whether a full disk, quota or file-size limit caused `error`.
 
-    Libraries that write in C++ or Rust keep the words of the error code at most (safetensors, tokenizers) and not even
-    those always (numpy, protobuf). So the free space on the disk of `folder` counts too, for errors that are not ours.
+    Libraries in C++ or Rust keep at most the text of the error code (safetensors, tokenizers), or nothing (numpy,
+    protobuf). So for errors that are not `TideError`, a full disk under `folder` counts too.
     """
     ours = isinstance(error, TideError)
     while error is not None:
@@ -100,7 +100,7 @@ def is_no_space(error: BaseException | None, folder: Path) -> bool:
 
 
 def _is_short_write(error: BaseException) -> bool:
-    """Whether numpy wrote less than it was given (`tofile`, of numbers and of objects)."""
+    """Returns whether numpy's `tofile` wrote fewer bytes than it was given."""
     return bool(re.search(r"\d+ requested and \d+ written|problem writing element \d+ to file", str(error)))
 
 
@@ -116,7 +116,7 @@ def _temporary(file: Path) -> Path:
 
 
 def _write_new(file: Path, content: bytes) -> None:
-    """Writes a file that is made here: what has its name is unlinked, and a link planted since then not followed."""
+    """Creates a file, unlinks what has its name, and follows no link that appears meanwhile."""
     file.unlink(missing_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     with os.fdopen(descriptor, "wb") as stream:

@@ -1,6 +1,6 @@
-"""Checks the values that a user gives: whole and real numbers, text and JSON, each refused in one sentence.
+"""Checks users' values (whole and real numbers, text, JSON) and refuses each in one sentence.
 
-All engines and commands share these, so that what one takes the others take. The C++ runtime has the same limits.
+All engines and commands share these checks. The C++ runtime has the same limits.
 """
 
 import json
@@ -11,14 +11,14 @@ from typing import Any
 
 from tide_export.errors import GenerationError, TideError
 
-MAX_WHOLE = 2**63 - 1  # the largest int64, which C++ and the graphs count in
+MAX_WHOLE = 2**63 - 1  # the largest int64, the type of counts in C++ and the graphs
 MAX_SHOWN = 80  # characters of a refused value in a message
 
 
 def whole_number(
     name: str, value: Any, minimum: int, maximum: int = MAX_WHOLE, error: type[TideError] = GenerationError
 ) -> int:
-    """`value` (int or NumPy integer, no bool) as an int.
+    """Returns `value` (int or NumPy integer, not bool) as an int.
 
     Raises:
         error: it is not a whole number from `minimum` to `maximum`; the message names it `name`.
@@ -35,7 +35,7 @@ def whole_number(
 
 
 def real_number(name: str, value: Any, error: type[TideError] = GenerationError) -> float:
-    """`value` (int, float or NumPy number, no bool) as a finite float.
+    """Returns `value` (int, float or NumPy number, not bool) as a finite float.
 
     Raises:
         error: it is not a finite number; the message names it `name`.
@@ -51,7 +51,7 @@ def real_number(name: str, value: Any, error: type[TideError] = GenerationError)
 
 
 def shown(value: object) -> str:
-    """A refused value on one line of a message, cut where it is long."""
+    """Returns a refused value for a message: on one line, at most MAX_SHOWN characters."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # an int of more than 4300 digits, or of an object's own `__repr__`
@@ -60,8 +60,11 @@ def shown(value: object) -> str:
 
 
 def check_text(what: str, text: str, error: type[TideError] = GenerationError) -> None:
-    """Raises `error` for text that has no UTF-8 form: of a command line in other bytes, or of JSON with half a
-    surrogate pair."""
+    """Checks that text can be encoded as UTF-8.
+
+    Raises:
+        error: it has lone surrogates, from a command line in another encoding or from JSON.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as failure:
@@ -70,10 +73,13 @@ def check_text(what: str, text: str, error: type[TideError] = GenerationError) -
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """What the JSON `text` holds. Raises ValueError: it is not JSON, or nested too deeply.
+    """Parses JSON.
 
     Args:
-        hooks: those of `json.loads` for numbers.
+        hooks: arguments of `json.loads` for parsing numbers.
+
+    Raises:
+        ValueError: the text is not JSON, or nested too deeply.
     """
     try:
         return json.loads(text, **hooks)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tide_export import progress
-from tide_export.progress import duration, quiet_loggers, stage
+from tide_export.common import progress
+from tide_export.common.progress import duration, quiet_loggers, stage
 
 
 class Terminal(io.StringIO):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from random_heads import DEPTH, VOCABULARY, WIDTH, Eagle3, prompt, target
 
+from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
-from tide_export.config import TideConfig
+from tide_export.drafting.heads.eagle3 import read_eagle3
 from tide_export.errors import ConfigError, DraftError
-from tide_export.heads.eagle3 import read_eagle3
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest

@@ -10,9 +10,9 @@ import onnxruntime as ort
 import pytest
 from ort_sessions import register_operators
 
-from tide_export.compose.candidate_op import candidate_function
+from tide_export.compose.checkpoint_op import checkpoint_function
 from tide_export.compose.exit_op import exit_attributes
-from tide_export.names import DOMAIN, OP_CANDIDATE, OP_LENS_CANDIDATE
+from tide_export.names.operators import DOMAIN, OP_CANDIDATE, OP_LENS_CANDIDATE
 
 EPSILON = 1e-5
 FORMS = [*product(("rms", "layer", "none"), (False, True), (False, True))]  # norm, lens, shortlist
@@ -37,13 +37,13 @@ def model_of(norm: str, lens: bool, shortlist: bool, width: int, weights: list[n
     name = OP_LENS_CANDIDATE if lens else OP_CANDIDATE
     attributes = exit_attributes(norm, EPSILON, lens, shortlist)
     node = ir.node(name, [states, last, thresholds, *stored], attributes, domain=DOMAIN, num_outputs=3)
-    for output, given in zip(node.outputs, ("candidate", "score", "exits"), strict=True):
+    for output, given in zip(node.outputs, ("exit_state", "score", "exits"), strict=True):
         output.name = given
         output.type = ir.TensorType(ir.DataType.BOOL if given == "exits" else ir.DataType.FLOAT)
     imports = {"": 23, DOMAIN: 1}
     graph = ir.Graph([states, last, thresholds], node.outputs, nodes=[node], initializers=stored, opset_imports=imports)
     graph.name = "checkpoint"
-    model = ir.Model(graph, ir_version=10, functions=[candidate_function(node, 23)])
+    model = ir.Model(graph, ir_version=10, functions=[checkpoint_function(node, 23)])
     return ir.to_proto(model).SerializeToString()
 
 
@@ -70,8 +70,8 @@ def test_the_operator_is_the_function(
         steps = rng.choice([-1e-3, 1e-3], (len(last), 1))
         for thresholds in (expected[1] - 1e-3, np.minimum(expected[1] + 1e-3, 1), np.minimum(expected[1] + steps, 1)):
             inputs["thresholds"] = thresholds.astype(np.float32)
-            candidate, scores, exits = session.run(None, inputs)
-            np.testing.assert_allclose(candidate, expected[0], rtol=1e-4, atol=1e-5)
+            exit_state, scores, exits = session.run(None, inputs)
+            np.testing.assert_allclose(exit_state, expected[0], rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(scores, expected[1], atol=1e-5)
             assert exits.tolist() == (expected[1] > thresholds).tolist()
     events = json.loads(Path(session.end_profiling()).read_text())
@@ -82,13 +82,13 @@ def test_what_no_threshold_needs_is_not_computed(operator_library: Path, tmp_pat
     session = with_operators(model_of("rms", True, True, 16, weights_of("rms", True, True, 16, 8)), tmp_path)
     states = np.random.default_rng(0).standard_normal((1, 4, 16), dtype=np.float32)
     inputs = {"states": states, "last_tokens": np.array([0, 2, 3]), "thresholds": np.full((3, 1), 2, np.float32)}
-    candidate, score, exits = session.run(None, inputs)
-    assert not candidate.any()
+    exit_state, score, exits = session.run(None, inputs)
+    assert not exit_state.any()
     assert np.isnan(score).all()
     assert not exits.any()
     inputs["thresholds"][1] = 0
-    candidate, score, exits = session.run(None, inputs)
-    assert candidate.any(axis=1).tolist() == [False, True, False]
+    exit_state, score, exits = session.run(None, inputs)
+    assert exit_state.any(axis=1).tolist() == [False, True, False]
     assert np.isnan(score[:, 0]).tolist() == [True, False, True]
     assert exits[:, 0].tolist() == [False, True, False]
 

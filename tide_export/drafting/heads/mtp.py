@@ -1,4 +1,6 @@
-"""Reads the MTP layers of a model's own checkpoint by transformers' `MtpModel`, which knows their layouts.
+"""Reads the MTP layers of a model's own checkpoint.
+
+transformers' `MtpModel` knows their layouts.
 
 Such a layer reads what the model's head reads of a position, and the next token's embedding (DeepSeek-AI 2024,
 https://arxiv.org/abs/2412.19437). The first one is read; further drafts are made by the same layer from its own states.
@@ -12,10 +14,10 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_layers import MtpModel
 
+from tide_export.common.progress import quiet_transformers
+from tide_export.drafting.heads.head import CAUSAL, DraftHead
 from tide_export.errors import DraftError, first_line
-from tide_export.heads.head import CAUSAL, DraftHead
 from tide_export.model.source import SourceModel
-from tide_export.progress import quiet_transformers
 from tide_export.trace.attention.masks import Mask
 from tide_export.trace.passthrough_cache import passthrough_cache
 

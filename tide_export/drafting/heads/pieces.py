@@ -11,17 +11,19 @@ import torch
 from onnx_ir.passes import common as common_passes
 from transformers import PreTrainedModel
 
-from tide_export.compose.builder import Block, Weights
 from tide_export.compose.cut import is_attention
 from tide_export.compose.drafter import DrafterPieces
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
 from tide_export.compose.step_graph import Fuse
+from tide_export.drafting.heads.head import DraftHead
 from tide_export.errors import DraftError, TideError, first_line
-from tide_export.heads.head import DraftHead
+from tide_export.graph.builder import GraphBuilder, Weights
+from tide_export.graph.rewriting import FLOAT, dims, nodes_of, rank, required, run_passes, static_dim, typed_value
 from tide_export.model.quantized_weights import QuantizedWeights
-from tide_export.names import DOMAIN, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
+from tide_export.names.operators import DOMAIN, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
+from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.quantize.matrices import (
     EXPERT_COUNTS,
     MIN_SIZE,
@@ -31,18 +33,16 @@ from tide_export.quantize.matrices import (
     parameter_names,
 )
 from tide_export.routers.drafter import CONFIDENCES
-from tide_export.trace.rewriting import FLOAT, dims, nodes_of, present, rank, run_passes, static_dim, typed_value
 from tide_export.trace.tracer import export_graph, symbolic_operators
 
 # Nobody measured what is accepted: as much as the head is confident, until the runtime has seen more.
 ACCEPTANCE = tuple(float(share) for share in (np.array(CONFIDENCES) + np.array([*CONFIDENCES[1:], 1.0])) / 2)
-FC = "draft_head.fc.weight"
 LAYOUT = ("Reshape", "Transpose", "Slice", "Identity", "Cast")  # operators between attention and its values by token
 
 
 @dataclass(frozen=True)
 class _Size:
-    """What a trace reads of a quantized matrix."""
+    """Holds the shape of a quantized matrix, for a trace."""
 
     rows: int
     columns: int
@@ -63,23 +63,23 @@ def head_pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
 
 
 def fuse_of(head: DraftHead, quantized: bool) -> Fuse | None:
-    """What makes the head's states of the model's hidden states, if it reads several.
+    """Composes the head's states of the model's hidden states, if it reads several.
 
     Args:
-        quantized: the matrix is among the model's quantized ones, as FC, and not stored in the graph.
+        quantized: the matrix is among the model's quantized ones, as DRAFT_HEAD_FUSION, and not stored in the graph.
     """
     if head.fc is None:
         return None
-    block, (width, columns) = Block("fuse", Weights()), head.fc.shape
+    builder, (width, columns) = GraphBuilder("fuse", Weights()), head.fc.shape
     hidden = typed_value("hidden", FLOAT, ["batch", "tokens", columns])
     shape = ["batch", "tokens", width]
     if quantized:
-        attributes = {"weights": [FC]}
-        states = block.op(OP_QUANTIZED_MATMUL, [hidden], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
+        attributes = {"weights": [DRAFT_HEAD_FUSION]}
+        states = builder.op(OP_QUANTIZED_MATMUL, [hidden], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
     else:
-        weight = block.weights.float32(f"{FC}.T", head.fc.T.numpy())
-        states = block.op("MatMul", [hidden, weight], dtype=FLOAT, shape=shape)
-    return Fuse(head.layers, block.model("fuse", [hidden], {"states": states}).graph)
+        weight = builder.weights.float32(f"{DRAFT_HEAD_FUSION}.T", head.fc.T.numpy())
+        states = builder.op("MatMul", [hidden, weight], dtype=FLOAT, shape=shape)
+    return Fuse(head.layers, builder.model("fuse", [hidden], {"states": states}).graph)
 
 
 def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
@@ -95,7 +95,7 @@ def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
     )
     graph = model.graph
     for value in graph.initializers.values():  # copies: the model's weights are freed before the drafter is written
-        tensor = present(value.const_value)
+        tensor = required(value.const_value)
         value.const_value = ir.tensor(np.array(tensor.numpy()), name=value.name)
     attention = [node for node in graph if is_attention(node)]
     if len(attention) != 1:

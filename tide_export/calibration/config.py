@@ -1,7 +1,7 @@
-"""The settings of calibration and export, validated once, with TIDE's names and defaults where TIDE has them.
+"""Settings of calibration and export, with TIDE's names and defaults if TIDE has them.
 
-`TideConfig` is filled by the command line, whose options and help come from its fields, or by a library user. It is
-stored in the router file and the bundle's manifest as provenance.
+The command line, whose options and help come from its fields, or a library user fills `TideConfig`. The router file and
+the bundle's manifest store it as provenance.
 """
 
 from typing import Any, Literal, Self
@@ -12,16 +12,16 @@ from tide_export.errors import ConfigError
 
 
 class Settings(BaseModel):
-    """Settings that cannot change; the options of a command and their help are its fields."""
+    """Immutable settings, whose fields are also the options of a command and their help."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
     def from_options(cls, **options: object) -> Self:
-        """Returns settings with `options`; None takes the default.
+        """Returns settings with `options`; an option that is None takes its default.
 
         Raises:
-            ConfigError: naming the first option that is out of range or unknown.
+            ConfigError: an option is unknown or out of range; the message names the first one.
         """
         given = {name: value for name, value in options.items() if value is not None}
         try:
@@ -29,7 +29,7 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name, *inside = first["loc"]
-            # For a union pydantic has a message per member, with the member's name.
+            # For a union, pydantic has a message per member, with the member's name.
             union = bool(inside) and isinstance(inside[0], str)
             reason = "must be auto, or a list of layer counts" if union and name == "checkpoints" else first["msg"]
             raise ConfigError(f"option {name}: {reason} (got {given.get(str(name), first.get('input'))!r})") from None
@@ -38,10 +38,10 @@ class Settings(BaseModel):
 class TideConfig(Settings):
     """Calibration and export settings (TIDE: Token-Informed Depth Execution, 0.2.1, `config.py`)."""
 
-    checkpoint_interval: int = Field(4, ge=1, description="a checkpoint after every N layers")
+    checkpoint_interval: int = Field(4, ge=1, description="layers between checkpoints")
     checkpoints: Literal["auto"] | tuple[int, ...] | None = Field(
         None,
-        description="layers run at each checkpoint, such as 3,6,9, or auto: few, where they pay; overrides "
+        description="layers run at each checkpoint, such as 3,6,9, or auto: a few that save time; overrides "
         "checkpoint_interval",
     )
     exit_threshold: float = Field(0.85, ge=0.0, le=1.0, description="a token exits when its score is above this")
@@ -54,12 +54,12 @@ class TideConfig(Settings):
         1.0,
         ge=0.0,
         le=1.0,
-        description="when a smaller share of a batch than this needs a segment, only those sequences run it",
+        description="if a smaller share of a batch than this needs a segment, only those sequences run it",
     )
     exit_strategy: Literal["auto", "identity", "lens"] = Field(
         "auto",
         description="the state that exits: unchanged (identity, TIDE's rule), translated by a lens, or auto: by a lens "
-        "where it saves more than it costs",
+        "if it saves more than it costs",
     )
     kv_cache_strategy: Literal["exact", "propagate"] = Field(
         "exact",
@@ -72,64 +72,67 @@ class TideConfig(Settings):
         "memory; onnxruntime on the CPU",
     )
     lens_rank: int = Field(64, ge=1, description="width of a lens, at most half the hidden size")
-    lens_tokens: int = Field(40_000, ge=64, description="tokens that lenses are fitted to in all")
-    lens_epochs: int = Field(3, ge=1, description="passes over a text that has fewer tokens")
-    lens_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of fitting a lens")
+    lens_tokens: int = Field(40_000, ge=64, description="total tokens that lenses are fitted to")
+    lens_epochs: int = Field(3, ge=1, description="maximum passes over a text with fewer tokens than lens_tokens")
+    lens_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of a lens")
     calibration_dataset: str = Field("wikitext", min_length=1, description="text to calibrate on, a SPEC as below")
     self_generated: str | None = Field(
         None,
         min_length=1,
-        description="file of prompts, one a line (.jsonl: field prompt): calibrate on the model's own answers to them, "
-        "not on --dataset",
+        description="file of prompts, one per line (.jsonl: field prompt): calibrate on the model's own answers to "
+        "them, not on --dataset",
     )
-    self_generated_temperature: float = Field(0.8, gt=0.0, description="temperature of sampling these answers")
-    self_generated_answers: int = Field(1, ge=1, description="answers sampled to each prompt")
-    calibration_samples: int = Field(120, ge=2, description="sequences (or prompts) read at most")
-    calibration_length: int = Field(512, ge=2, description="tokens per sequence at most")
+    self_generated_temperature: float = Field(0.8, gt=0.0, description="sampling temperature of these answers")
+    self_generated_answers: int = Field(1, ge=1, description="answers sampled per prompt")
+    calibration_samples: int = Field(120, ge=2, description="maximum sequences (or prompts) to read")
+    calibration_length: int = Field(512, ge=2, description="maximum tokens per sequence")
     calibration_batch: int = Field(8, ge=1, description="sequences per forward pass")
     calibration_tokens_kept: int | None = Field(
         None,
         ge=64,
-        description="tokens kept of the training split, a uniform sample; by default what calibration_memory holds",
+        description="tokens kept of the training split, a uniform sample; by default as many as fit calibration_memory",
     )
     calibration_memory: float = Field(2.0, gt=0.0, description="GiB of hidden states kept")
-    label: Literal["agreement", "cosine", "kl"] = Field("agreement", description="what a router learns to predict")
+    label: Literal["agreement", "cosine", "kl"] = Field("agreement", description="label that routers learn to predict")
     convergence_threshold: float = Field(0.98, gt=-1.0, lt=1.0, description="cosine label: similarity above this")
     kl_bound: float = Field(
         0.1, gt=0.0, description="kl label: divergence from the full model's distribution below this, in nats"
     )
-    class_balance: bool = Field(False, description="weigh both classes alike while fitting, yes or no")
+    class_balance: bool = Field(False, description="give both classes equal weight in the loss, yes or no")
     router_bottleneck_dim: int = Field(128, ge=1, description="hidden width of a router")
     router_shortlist: int = Field(
-        256, ge=0, description="head rows a router reads to know how sure the head is; 0 for TIDE's router"
+        256, ge=0, description="head rows that a router reads to judge how certain the head is; 0 for TIDE's router"
     )
     router_epochs: int = Field(20, ge=1, description="passes over the kept tokens")
-    router_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of fitting a router")
+    router_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of a router")
     validation_fraction: float = Field(
-        0.15, gt=0.0, lt=0.5, description="share of tokens for stopping the fit and scaling scores"
+        0.15, gt=0.0, lt=0.5, description="share of tokens for early stopping and scaling scores"
     )
     test_fraction: float = Field(0.15, gt=0.0, lt=0.5, description="share of tokens for the report only")
-    seed: int = Field(0, ge=0, description="of every random choice in calibration")
+    seed: int = Field(0, ge=0, description="seed of every random choice in calibration")
 
     def given(self, name: str, otherwise: Any) -> Any:
         """Returns the field `name` if it was set, `otherwise` if it has its default."""
         return getattr(self, name) if name in self.model_fields_set else otherwise
 
     def tokens_kept(self, hidden_size: int, states: int) -> int:
-        """Tokens of the training split whose `states` hidden states are kept (the other splits keep a quarter each)."""
+        """Returns how many tokens of the training split keep their `states` hidden states.
+
+        Each other split keeps a quarter of them.
+        """
         if self.calibration_tokens_kept is not None:
             return self.calibration_tokens_kept
-        # One checkpoint's exit states are in memory too, of all three splits: 1.5 times those of the training split.
+        # One checkpoint's exit states of all three splits are in memory too: 1.5 times those of the training split.
         per_token = 4 * hidden_size * (states + 1) * 1.5
         return max(64, int(self.calibration_memory * 2**30 / per_token))
 
     def resolve_checkpoints(self, num_layers: int) -> tuple[int, ...]:
         """Returns the checkpoints of a model with `num_layers` layers, ascending; never after the last layer.
 
-        `auto` is resolved by running the model, in `calibration.placement`.
+        `calibration.placement` resolves `auto` by running the model.
 
         Raises:
-            ConfigError: none fits, or an explicit one lies outside 1 .. num_layers-1 or is repeated.
+            ConfigError: none fits, or a given one lies outside 1 .. num_layers-1 or is repeated.
         """
         assert self.checkpoints != "auto"
         if self.checkpoints is None:

@@ -12,15 +12,15 @@ from tiny_configs import CHECKPOINTS
 from tiny_engines import bound
 from torch import nn
 
-from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
+from tide_export.calibration.config import TideConfig
 from tide_export.compose.cut import cut
 from tide_export.compose.step_graph import compose
-from tide_export.config import TideConfig
-from tide_export.heads.head import DraftHead
-from tide_export.heads.pieces import fuse_of
+from tide_export.drafting.heads.head import DraftHead
+from tide_export.drafting.heads.pieces import fuse_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.names import step_graph as names
 from tide_export.pipeline.contents import make_manifest, save_graph
 from tide_export.routers.random_routers import random_routers
 from tide_export.trace.tracer import trace

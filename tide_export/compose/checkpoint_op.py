@@ -8,23 +8,24 @@ nor skip. Where it is not registered, ONNX Runtime inlines the function, which c
 
 import onnx_ir as ir
 
-from tide_export.compose.exit_op import add_exit_state, add_score_of, function_of, input_values
+from tide_export.compose.exit_op import add_exit_state, add_score, function_of, input_values
+from tide_export.graph.builder import GraphBuilder, Weights
 
 
-def candidate_function(call: ir.Node, opset: int) -> ir.Function:
+def checkpoint_function(call: ir.Node, opset: int) -> ir.Function:
     """The function that `call` calls.
 
     TideCandidate(states [1, n, D'], last_tokens [m], thresholds [m, 1], down [D', R], up [R, 1], bias [1], ...) ->
-    candidate [m, D'], score [m, 1], exits bool [m, 1]: of each of the `last_tokens` (indices into the n; -1 is the
+    exit_state [m, D'], score [m, 1], exits bool [m, 1]: of each of the `last_tokens` (indices into the n; -1 is the
     last), the state that the head would read, its score, and whether that is above its threshold (never for NaN). The
     inputs that follow and the attributes are those of `exit_function`. The operator does not compute a score that is
-    compared with a threshold above 1: it is NaN, and the candidate zero.
+    compared with a threshold above 1: it is NaN, and the exit state zero.
     """
     inputs = input_values(call, ["states", "last_tokens", "thresholds"])
-    tape = ir.tape.Tape()
-    rows = tape.op("Squeeze", [inputs["states"], tape.op("Constant", [], {"value_ints": [0]})])
-    state = tape.op("Gather", [rows, inputs["last_tokens"]], {"axis": 0})
-    state = add_exit_state(tape, call, state, inputs)
-    score = add_score_of(tape, state, inputs)
-    exits = tape.op("Greater", [score, inputs["thresholds"]])
-    return function_of(call, tape, inputs, {"candidate": state, "score": score, "exits": exits}, opset)
+    body = GraphBuilder(call.op_type, Weights())
+    rows = body.op("Squeeze", [inputs["states"], body.op("Constant", [], {"value_ints": [0]})])
+    state = body.op("Gather", [rows, inputs["last_tokens"]], {"axis": 0})
+    state = add_exit_state(body, call, state, inputs)
+    score = add_score(body, state, inputs)
+    exits = body.op("Greater", [score, inputs["thresholds"]])
+    return function_of(call, body, inputs, {"exit_state": state, "score": score, "exits": exits}, opset)

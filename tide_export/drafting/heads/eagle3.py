@@ -1,5 +1,6 @@
-"""Reads EAGLE-3 heads (Li et al. 2025, https://arxiv.org/abs/2503.01840), as EAGLE, SpecForge, AngelSlim and NVIDIA
-publish them, or the package `speculators`.
+"""Reads EAGLE-3 heads (Li et al. 2025, https://arxiv.org/abs/2503.01840).
+
+Formats: those of EAGLE, SpecForge, AngelSlim and NVIDIA, and of the package `speculators`.
 
 For a token with embedding x after a position with hidden states a, b, c after three of the model's layers:
 
@@ -31,10 +32,10 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from tide_export.common.progress import quiet_transformers
+from tide_export.drafting.heads.head import DraftHead
 from tide_export.errors import DraftError, first_line
-from tide_export.heads.head import DraftHead
 from tide_export.model.source import SourceModel
-from tide_export.progress import quiet_transformers
 
 FILES = ("config.json", "*.safetensors", "*.bin")
 SIZES = (

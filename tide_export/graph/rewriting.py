@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from onnx_ir.passes import common as common_passes
 
 from tide_export.errors import GraphError
-from tide_export.names import DOMAIN
+from tide_export.names.operators import DOMAIN
 
 T = TypeVar("T")
 Dim = int | ir.SymbolicDim
@@ -44,7 +44,10 @@ def remove_unused(model: ir.Model) -> None:
 
 
 def require_arity(model: ir.Model, op_type: str, inputs: Sequence[int], outputs: Sequence[int] = (1,)) -> None:
-    """Raises PreconditionError if a `tide::op_type` has a number of inputs not in `inputs`, or of outputs likewise."""
+    """Checks the numbers of inputs and outputs of every `tide::op_type`.
+
+    Raises PreconditionError if one has a number of inputs not in `inputs`, or of outputs not in `outputs`.
+    """
     for node in nodes_of(model.graph, op_type, DOMAIN):
         if len(node.inputs) not in inputs or len(node.outputs) not in outputs:
             raise ir.passes.PreconditionError(
@@ -70,8 +73,11 @@ def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> list[ir.Node]:
     return [node for node in graph.all_nodes() if (node.domain, node.op_type) == (domain, op_type)]
 
 
-def present(value: T | None) -> T:
-    """`value`, which is there in every valid graph: an input that its operator requires, the tensor of a weight."""
+def required(value: T | None) -> T:
+    """Returns `value`, which every valid graph has.
+
+    Examples: an input that its operator requires, the tensor of a weight.
+    """
     assert value is not None
     return value
 
@@ -100,7 +106,7 @@ def static_dim(value: ir.Value | None, axis: int) -> int:
     """
     dim = dims(value)[axis]
     if not isinstance(dim, int):
-        raise GraphError(f"the trace lost the size of dimension {axis} of {present(value).name}")
+        raise GraphError(f"the trace lost the size of dimension {axis} of {required(value).name}")
     return dim
 
 
@@ -133,14 +139,17 @@ def constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
 
 
 def integers(graph: ir.Graph, name: str, numbers: ArrayLike) -> ir.Value:
-    """The same for int64 numbers."""
+    """Returns the initializer `name` of the main graph, of int64 numbers."""
     return constant(graph, name, np.array(numbers, dtype=np.int64))
 
 
 def derived_weight(
     graph: ir.Graph, name: str, shape: Sequence[int], dtype: ir.DataType, compute: Callable[[], np.ndarray]
 ) -> ir.Value:
-    """A weight computed from others only when the model is written, so that a second copy is never held in memory."""
+    """Registers a weight that is computed from others only when the model is written.
+
+    So a second copy is never held in memory.
+    """
     lazy = ir.LazyTensor(lambda: ir.tensor(compute(), name=name), dtype=dtype, shape=ir.Shape(shape), name=name)
     return graph.initializers.get(name) or _register(graph, lazy)
 
@@ -179,8 +188,10 @@ def ops_before(
     types: Sequence[OutputType],
     suffix: str = "",
 ) -> list[ir.Value]:
-    """Adds a node before `node`, in its graph and named after it, with an output per (dtype, shape) of `types`; returns
-    the outputs."""
+    """Adds a node before `node`, in its graph and named after it.
+
+    Returns its outputs, one per (dtype, shape) of `types`.
+    """
     name = f"{node.name}/{op_type}{suffix}"
     new = new_node(op_type, inputs, attributes, name=name, domain=domain, outputs=types)
     graph_of(node).insert_before(node, new)
@@ -198,7 +209,7 @@ def op_before(
     shape: Iterable[Any] | None = None,
     suffix: str = "",
 ) -> ir.Value:
-    """The same with one output; returns it."""
+    """Adds a node with one output before `node`, by `ops_before`; returns the output."""
     types = [(dtype, shape)]
     (value,) = ops_before(node, op_type, inputs, attributes, domain=domain, types=types, suffix=suffix)
     return value

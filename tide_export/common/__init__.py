@@ -1,0 +1,1 @@
+"""Checks values, writes files, formats text and shows progress, for every stage."""

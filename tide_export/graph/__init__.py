@@ -1,0 +1,1 @@
+"""Builds, reads and changes ONNX graphs, for every stage that makes them."""
