@@ -1,4 +1,4 @@
-// TideGate: SiLU(gates) * ups, of states of one shape.
+// TideGate: x [.., 2 W] -> SiLU of its first half times the second, [.., W].
 #include <algorithm>
 
 #include "gate.h"
@@ -7,28 +7,29 @@
 namespace tide_ops {
 namespace {
 
-constexpr std::int64_t kPart = 4096;  // floats, by one thread at a time
+constexpr std::int64_t kColumns = 1024;  // by one thread at a time
 
 class Gate : public Node {
  public:
   Status* add(Operands const& operands, Run& run) override {
-    Tensor gates, ups;
-    TIDE_RETURN_IF_FAILED(operands.input(0, gates));
-    TIDE_RETURN_IF_FAILED(operands.input(1, ups));
-    if (gates.rank != ups.rank || !std::equal(gates.dims, gates.dims + gates.rank, ups.dims)) {
-      return invalid("TideGate takes states of one shape");
-    }
-    std::int64_t count = 1;
-    for (std::size_t d = 0; d < ups.rank; ++d) count *= ups.dims[d];
+    Tensor x;
+    TIDE_RETURN_IF_FAILED(operands.input(0, x));
+    if (x.rank == 0 || x.dims[x.rank - 1] % 2 != 0) return invalid("TideGate takes states [.., 2 W]");
+    std::int64_t rows = 1, width = x.dims[x.rank - 1] /= 2;
+    for (std::size_t d = 0; d + 1 < x.rank; ++d) rows *= x.dims[d];
     void* result;
-    TIDE_RETURN_IF_FAILED(operands.output(0, ups.dims, ups.rank, &result));
+    TIDE_RETURN_IF_FAILED(operands.output(0, x.dims, x.rank, &result));
     if (result == nullptr) return nullptr;
-    float const *const from = data_of(gates), *const other = data_of(ups);
+    float const* const from = data_of(x);
     auto* const to = static_cast<float*>(result);
-    run.add((count + kPart - 1) / kPart, [=](std::int64_t part) {
-      std::int64_t const begin = part * kPart, size = std::min(kPart, count - begin);
-      std::copy_n(other + begin, size, to + begin);
-      gate_kernel()->apply(from + begin, size, to + begin);
+    std::int64_t const chunks = (width + kColumns - 1) / kColumns;
+    run.add(rows * chunks, [=](std::int64_t part) {
+      std::int64_t const row = part / chunks, begin = part % chunks * kColumns;
+      std::int64_t const size = std::min(kColumns, width - begin);
+      float const* const gates = from + 2 * row * width + begin;
+      float* const y = to + row * width + begin;
+      std::copy_n(gates + width, size, y);
+      gate_kernel()->apply(gates, size, y);
     });
     return nullptr;
   }

@@ -1,6 +1,6 @@
 // TideLora: adds each sequence's low-rank adapter to what a linear layer gives: y + x down up, for the columns of y that the
-// layer has. Rows of `weights` are adapters; at `offset` a row holds down [K, rank] and then up [rank, width] of the layer.
-// Row 0 is of sequences without an adapter, for which nothing is read or computed.
+// layer has. Rows of `weights` are adapters; at `offset` a row holds down [K, rank] and then up [rank, width] of the layer,
+// and before them 0 where both are zeros. Row 0 is of sequences without an adapter. What is zero is not read.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -11,8 +11,8 @@
 namespace tide_ops {
 namespace {
 
-constexpr std::int64_t kSplit = 1024;    // inputs of a product, summed by one thread at a time
-constexpr std::int64_t kColumns = 1024;  // outputs, by one thread at a time
+constexpr std::int64_t kSplit = 256;    // inputs of a product, summed by one thread at a time
+constexpr std::int64_t kColumns = 256;  // outputs, by one thread at a time
 
 struct AdaptedRow {
   std::int64_t row;
@@ -35,7 +35,7 @@ class Lora : public Node {
     if (x.rank < 1 || x.rank != y.rank || !std::equal(x.dims, x.dims + x.rank - 1, y.dims)) return wrong();
     std::int64_t rows = 1, inputs = x.dims[x.rank - 1], outputs = y.dims[y.rank - 1];
     for (std::size_t d = 0; d + 1 < x.rank; ++d) rows *= x.dims[d];
-    bool const fits = rank_ > 0 && offset_ >= 0 && column_ >= 0 && width_ > 0 && column_ + width_ <= outputs &&
+    bool const fits = rank_ > 0 && offset_ >= 1 && column_ >= 0 && width_ > 0 && column_ + width_ <= outputs &&
                       weights.rank == 2 && offset_ + rank_ * (inputs + width_) <= weights.dims[1] &&
                       adapters.rank == 1 &&
                       (starts.data == nullptr ? adapters.dims[0] == 1
@@ -68,6 +68,7 @@ class Lora : public Node {
       if (chosen[i] < 0 || chosen[i] >= weights.dims[0]) return invalid("TideLora: a sequence has an adapter that is none");
       if (chosen[i] == 0) continue;
       float const* const own = data_of(weights) + chosen[i] * weights.dims[1] + offset_;
+      if (own[-1] == 0) continue;
       for (std::int64_t row = begin; row < end; ++row) adapted.push_back({row, own});
     }
     return nullptr;

@@ -148,7 +148,7 @@ struct Operators {
       operator_of("TideRecurrence",
                   {kFloat, kFloat, kFloat, kFloat, kFloat, kFloat, kInt64, kInt64, kFloat, kInt64},
                   {kFloat, kFloat, kFloat}, 0, 7),
-      operator_of("TideGate", {kFloat, kFloat}, {kFloat}, 0, 1),
+      operator_of("TideGate", {kFloat}, {kFloat}, 0, 0),
       operator_of("TideLora", {kFloat, kFloat, kFloat, kInt64, kInt64}, {kFloat}, 0, 3),
       operator_of("TideLayers", {kAnything}, {kAnything}, 0, 0),
   };

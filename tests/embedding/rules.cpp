@@ -51,7 +51,8 @@ int main(int count, char** arguments) {
     one.begin(pages, 1);
     other.begin(pages, 1);  // and no `reserve`, which would copy the page
     std::int64_t ids[] = {1, 1};
-    tide::NetworkRun run(*sessions, bundle.manifest, pool, 0, false);
+    tide::Adapters const adapters(bundle, {});
+    tide::NetworkRun run(*sessions, bundle.manifest, pool, adapters, 0, false);
     run.run({{&one, 1, 2, 1, 2.0F}, {&other, 1, 2, 1, 2.0F}}, ids);
     return 0;
   }

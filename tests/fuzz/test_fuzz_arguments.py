@@ -72,6 +72,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "max_pending": st.integers(0, 5),
     "prompt_lookup": st.integers(0, 5),
     "drafter": st.integers(0, 5),
+    "adapter": st.none(),
     "states": st.booleans(),
     "temperature": st.floats(0, 3),
     "top_k": st.integers(0, 60),

@@ -7,17 +7,26 @@ import pytest
 from ort_sessions import register_operators
 
 from tide_export.graph.rewriting import FLOAT, INT64, new_node, typed_value
-from tide_export.lower.onnxruntime.lora import gate_function, lora_function
+from tide_export.lower.onnxruntime.gated_matmuls import gate_function
+from tide_export.lower.onnxruntime.lora import lora_function
 from tide_export.names.operators import DOMAIN, OP_GATE, OP_LORA
 
+COLUMNS = 1037  # of a gate
 ADAPTERS, RANK, OFFSET = 3, 5, 7  # row 0 is of none
 INPUTS, OUTPUTS, COLUMN, WIDTH = 2100, 1300, 90, 1100  # more than one thread takes at a time
 
 
-def session(op_type: str, inputs: dict[str, tuple], attributes: dict[str, int], function: ir.Function, operators: bool):
+def session(
+    op_type: str,
+    inputs: dict[str, tuple],
+    attributes: dict[str, int],
+    function: ir.Function,
+    operators: bool,
+    shape=None,
+):
     values = [typed_value(name, *types) for name, types in inputs.items()]
     first = values[0]
-    node = new_node(op_type, values, attributes, name="node", domain=DOMAIN, outputs=[(first.dtype, first.shape)])
+    node = new_node(op_type, values, attributes, name="node", domain=DOMAIN, outputs=[(FLOAT, shape or first.shape)])
     node.overload = function.overload
     graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 23, DOMAIN: 1}, name="graph")
     options = ort.SessionOptions()
@@ -45,7 +54,8 @@ def test_each_sequence_has_its_adapter(operators: bool, adapters: list[int], cou
     rng = np.random.default_rng(0)
     y, x = (rng.standard_normal((1, tokens, size)).astype(np.float32) for size in (OUTPUTS, INPUTS))
     weights = rng.standard_normal((ADAPTERS, OFFSET + RANK * (INPUTS + WIDTH) + 3)).astype(np.float32) / 30
-    weights[0] = 0
+    weights[0] = 0  # and before the matrices 0: they are not read
+    weights[1:, OFFSET - 1] = 1
     feeds = {"y": y, "x": x, "weights": weights, "rows": np.array(adapters)}
     if several:
         feeds["starts"] = np.cumsum([0, *counts])
@@ -70,7 +80,8 @@ def test_each_sequence_has_its_adapter(operators: bool, adapters: list[int], cou
 
 @pytest.mark.parametrize("operators", [True, False], ids=["operator", "function"])
 def test_the_gate_is_a_silu(operators: bool) -> None:
-    inputs: dict[str, tuple] = dict.fromkeys(("gates", "ups"), (FLOAT, [1, "tokens", 37]))
-    gates, ups = np.random.default_rng(0).standard_normal((2, 1, 300, 37)).astype(np.float32) * 9
-    (result,) = session(OP_GATE, inputs, {}, gate_function(), operators).run(None, {"gates": gates, "ups": ups})
+    inputs: dict[str, tuple] = {"x": (FLOAT, [1, "tokens", 2 * COLUMNS])}
+    x = np.random.default_rng(0).standard_normal((1, 30, 2 * COLUMNS)).astype(np.float32) * 9
+    gates, ups = np.split(x, 2, axis=-1)
+    (result,) = session(OP_GATE, inputs, {}, gate_function(23), operators, [1, "tokens", COLUMNS]).run(None, {"x": x})
     np.testing.assert_allclose(result, gates / (1 + np.exp(-gates)) * ups, rtol=2e-6, atol=5e-5)

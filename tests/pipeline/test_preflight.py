@@ -73,7 +73,7 @@ def test_whatever_the_trace_refuses(
 ) -> None:
     tried = []
 
-    def refuse(source, checkpoints, length, every_layer):
+    def refuse(source, checkpoints, *_):
         tried.append(checkpoints)
         raise UnsupportedModelError("it computes with an abacus")
 

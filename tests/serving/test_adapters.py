@@ -2,8 +2,10 @@
 refused."""
 
 import copy
+import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,3 +210,17 @@ def test_types_patterns_and_where_adapters_run(engine: Engine, folder: Path, dem
 def test_room_that_no_runtime_reads(options: list[str], sentence: str, demo_model: Path, tmp_path: Path, capsys):
     assert main(["export", str(demo_model), "-o", str(tmp_path / "out"), *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_benchmark_times_every_adapter(
+    folder: Path, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools" / "benchmarks"))
+    benchmark = importlib.import_module("adapters")
+    monkeypatch.setattr(benchmark, "NEW_TOKENS", 3)
+    arguments = [str(demo_bundle), *(str(folder / name) for name in ("bundle", "one", "two")), "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["adapters", *arguments])
+    assert benchmark.main() == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["no", "room,", "one", "two"]
+    assert all(row.count("x") == 3 for row in rows)

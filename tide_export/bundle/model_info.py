@@ -29,9 +29,9 @@ class LoraTarget:
 
 @dataclass(frozen=True)
 class LoraInfo:
-    """The graph's inputs for low-rank adapters.
+    """The room for low-rank adapters.
 
-    An adapter is one array: down [inputs, rank] and up [rank, outputs] of each target in order.
+    An adapter is one array: of each target in order 1 if changed or 0, down [inputs, rank], and up [rank, outputs].
     """
 
     rank: int  # of an adapter, at most
@@ -40,7 +40,7 @@ class LoraInfo:
     @property
     def size(self) -> int:
         """The number of elements of one adapter."""
-        return sum(self.rank * (target.inputs + target.outputs) for target in self.targets)
+        return sum(1 + self.rank * (target.inputs + target.outputs) for target in self.targets)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Connects the linear layers that low-rank adapters may change to the adapters' weights.
 
-A row of the weights is an adapter: for each target in turn down [K, rank], then up [rank, N]. Row 0 is zeros, for
-sequences without one.
+A row of the weights is an adapter: for each target in turn 1 if it is changed or 0, down [K, rank], and up [rank, N].
+Row 0 is zeros, for sequences without one.
 """
 
 from collections.abc import Sequence
@@ -49,11 +49,11 @@ def read_adapters(nodes: Sequence[ir.Node], info: LoraInfo | None, inputs: Seque
     found = False
     for node in filter(is_lora, nodes):
         assert info is not None
-        target, offset = node.attributes["target"].as_string(), 0
+        target, offset = node.attributes["target"].as_string(), 1
         for one in info.targets:
             if one.name == target:
                 break
-            offset += info.rank * (one.inputs + one.outputs)
+            offset += info.rank * (one.inputs + one.outputs) + 1
         read = [*node.inputs, *inputs]
         node.resize_inputs(len(read))
         for index, value in enumerate(read):

@@ -23,7 +23,7 @@ OP_GATED_MATMUL = {
 }
 # Attention to K/V pages, by their type; likewise both.
 OP_PAGED_ATTENTION = {"float32": "TidePagedAttention", "int8": "TideInt8PagedAttention"}
-OP_GATE = "TideGate"  # SiLU(gates) * ups, of states; likewise both
+OP_GATE = "TideGate"  # [.., 2 W] -> SiLU of the first half times the second; likewise both
 # y + x down up by the adapter of each sequence; in the trace too, there with attributes `target`, `layer`, `rank`.
 OP_LORA = "TideLora"
 # A run of layers (the nodes above, norms and additions), with integer matrices or without; likewise both.

@@ -44,7 +44,7 @@ struct ModelInfo {
     std::int64_t rank = 0;  // of an adapter, at most
     std::vector<Target> targets;
 
-    // Numbers of one adapter: for each target in turn down [inputs, rank], then up [rank, outputs].
+    // Numbers of one adapter: for each target in turn 1 if it is changed, else 0; down [inputs, rank]; up [rank, outputs].
     std::int64_t size() const;
   };
   std::optional<Lora> lora;  // none: there is no room for any

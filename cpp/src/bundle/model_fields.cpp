@@ -100,7 +100,7 @@ void check_model(ModelInfo const& model, Require const& require) {
 
 std::int64_t ModelInfo::Lora::size() const {
   std::int64_t numbers = 0;
-  for (Target const& target : targets) numbers += rank * (target.inputs + target.outputs);
+  for (Target const& target : targets) numbers += 1 + rank * (target.inputs + target.outputs);
   return numbers;
 }
 

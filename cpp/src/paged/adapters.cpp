@@ -215,8 +215,11 @@ Adapters::Adapters(Bundle const& bundle, AdapterFolders const& folders) {
     names_.push_back(name);
     float* row = numbers_.get() + names_.size() * static_cast<std::size_t>(size_);
     for (Target const& target : lora->targets) {
-      if (std::binary_search(modules.begin(), modules.end(), target.name)) folder.read(target, lora->rank, row);
-      row += lora->rank * (target.inputs + target.outputs);
+      if (std::binary_search(modules.begin(), modules.end(), target.name)) {
+        *row = 1;
+        folder.read(target, lora->rank, row + 1);
+      }
+      row += 1 + lora->rank * (target.inputs + target.outputs);
     }
   }
 }

@@ -4,6 +4,8 @@ It takes the place of two matmuls, the activation and a product, each with a sta
 threads meet once. Both matrices are stored as one, the rows of the gate first. The operators are model-local functions
 too, of the matmul without a gate and standard operators, which ONNX Runtime inlines where it lacks them.
 
+Where adapters may change what is between, it is one matmul by both matrices, the changes, and TideGate.
+
 Sound where nothing else reads what is between; after the passes that choose the matmuls' operators.
 """
 
@@ -11,11 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import onnx.parser
 import onnx_ir as ir
 
 from tide_export.graph.builder import OPSET
 from tide_export.graph.rewriting import (
     derived_weight,
+    dims,
     drop_unused,
     ensure_none_left,
     last_dim,
@@ -26,13 +30,14 @@ from tide_export.graph.rewriting import (
     required,
     static_dim,
 )
-from tide_export.names.operators import DOMAIN, OP_GATED_MATMUL, WEIGHTS_METADATA
+from tide_export.names.operators import DOMAIN, OP_GATE, OP_GATED_MATMUL, OP_LORA, WEIGHTS_METADATA
 
 
 @dataclass
 class _Mlp:
     gate: ir.Node
     up: ir.Node
+    loras: tuple[ir.Node | None, ir.Node | None]  # what changes gate and up by an adapter
     activation: list[ir.Node]  # readers first; the last one computes SiLU(gate) * up
 
     @property
@@ -50,7 +55,8 @@ class GatedMatMulsPass(ir.passes.InPlacePass):
         modified = False
         for mlp in _gated(model):
             plain = model.functions[(DOMAIN, mlp.gate.op_type, "")]
-            function = gated_matmul_function(plain, self.opset)
+            changed = any(mlp.loras)
+            function = gate_function(self.opset) if changed else gated_matmul_function(plain, self.opset)
             model.functions[function.identifier()] = function
             _replace(model.graph, mlp)
             modified = True
@@ -83,26 +89,42 @@ def gated_matmul_function(matmul: ir.Function, opset: int) -> ir.Function:
     return ir.Function(DOMAIN, name, graph=body, attributes=attributes)
 
 
+def gate_function(opset: int) -> ir.Function:
+    """Defines `TideGate`: x [.., 2 W] -> SiLU of its first half times the second, [.., W]."""
+    text = f"""<opset_import: ["" : {opset}], domain: "{DOMAIN}">
+        {OP_GATE} (x) => (y) {{
+            gates, ups = Split <axis = -1, num_outputs = 2> (x)
+            sigmoid = Sigmoid (gates)  activated = Mul (gates, sigmoid)  y = Mul (activated, ups)
+        }}"""
+    return ir.serde.deserialize_function(onnx.parser.parse_function(text))
+
+
 def _gated(model: ir.Model) -> Iterator[_Mlp]:
-    """Every Mul of x * Sigmoid(x) by another matmul of the same input, of the same kind and size."""
+    """Yields every Mul of x * Sigmoid(x) by another matmul of the same input, of the same kind and size."""
     for product in nodes_of(model.graph, "Mul"):
         for activated, other in (product.inputs, product.inputs[::-1]):
-            silu, up = producer(activated, "Mul"), _matmul(other)
+            silu, (up, up_lora) = producer(activated, "Mul"), _matmul(other)
             if silu is None or up is None or _readers(silu) != 1:
                 continue
             for value, sigmoid_of in (silu.inputs, silu.inputs[::-1]):
-                sigmoid, gate = producer(sigmoid_of, "Sigmoid"), _matmul(value)
+                sigmoid, (gate, gate_lora) = producer(sigmoid_of, "Sigmoid"), _matmul(value)
                 if sigmoid is None or gate is None or sigmoid.inputs[0] is not value:
                     continue
-                read = _readers(gate), _readers(sigmoid), _readers(up)
+                read = _readers(gate_lora or gate), _readers(sigmoid), _readers(up_lora or up)
                 if read == (2, 1, 1) and gate is not up and _kind(gate) == _kind(up):
-                    yield _Mlp(gate, up, [product, silu, sigmoid])
+                    yield _Mlp(gate, up, (gate_lora, up_lora), [product, silu, sigmoid])
                     break
 
 
-def _matmul(value: ir.Value | None) -> ir.Node | None:
+def _matmul(value: ir.Value | None) -> tuple[ir.Node | None, ir.Node | None]:
+    """Returns the matmul that gives `value`, and what changes it by an adapter between them; None: there is none."""
+    lora = producer(value, OP_LORA, DOMAIN)
+    if lora is not None:
+        value = lora.inputs[0]
     node = value.producer() if value is not None else None
-    return node if node is not None and node.domain == DOMAIN and node.op_type in OP_GATED_MATMUL else None
+    if node is None or node.domain != DOMAIN or node.op_type not in OP_GATED_MATMUL:
+        return None, None
+    return (node, lora) if lora is None or _readers(node) == 1 else (None, None)
 
 
 def _readers(node: ir.Node) -> int:
@@ -122,9 +144,11 @@ def _replace(graph: ir.Graph, mlp: _Mlp) -> None:
     attributes = {name: attribute.value for name, attribute in mlp.gate.attributes.items()}
     if "N" in attributes:
         attributes["N"] *= 2
-    op, old = OP_GATED_MATMUL[mlp.gate.op_type], mlp.product.outputs[0]
-    inputs = [mlp.gate.inputs[0], *weights]
-    result = op_before(mlp.product, op, inputs, attributes, domain=DOMAIN, dtype=old.dtype, shape=old.shape)
+    inputs, old = [mlp.gate.inputs[0], *weights], mlp.product.outputs[0]
+    changed = any(mlp.loras)
+    op = mlp.gate.op_type if changed else OP_GATED_MATMUL[mlp.gate.op_type]
+    shape = [*dims(old)[:-1], static_dim(old, -1) * (2 if changed else 1)]
+    result = op_before(mlp.product, op, inputs, attributes, domain=DOMAIN, dtype=old.dtype, shape=shape)
     names = [
         matmul.metadata_props[WEIGHTS_METADATA]
         for matmul in (mlp.gate, mlp.up)
@@ -132,8 +156,25 @@ def _replace(graph: ir.Graph, mlp: _Mlp) -> None:
     ]
     if names:
         required(result.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(names)
+    if any(mlp.loras):
+        result = _changed(mlp, result)
     replace_value(old, result)
-    drop_unused([*mlp.activation, mlp.gate, mlp.up])
+    drop_unused([*mlp.activation, *mlp.loras, mlp.gate, mlp.up])
+
+
+def _changed(mlp: _Mlp, both: ir.Value) -> ir.Value:
+    """Returns the gated product of `both` halves, changed by adapters."""
+    old, shape = mlp.product.outputs[0], both.shape
+    for column, lora in zip((0, static_dim(old, -1)), mlp.loras, strict=True):
+        if lora is None:
+            continue
+        attributes = {name: attribute.as_int() for name, attribute in lora.attributes.items()} | {"column": column}
+        inputs: list[ir.Value | None] = [both, *lora.inputs[1:]]
+        suffix = f"_lora_{column}"
+        both = op_before(
+            mlp.product, OP_LORA, inputs, attributes, domain=DOMAIN, dtype=old.dtype, shape=shape, suffix=suffix
+        )
+    return op_before(mlp.product, OP_GATE, [both], domain=DOMAIN, dtype=old.dtype, shape=old.shape, suffix="_gate")
 
 
 def _stacked(graph: ir.Graph, weights: Iterable[ir.Value]) -> ir.Value:

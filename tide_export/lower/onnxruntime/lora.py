@@ -7,15 +7,12 @@ without them inlines. Where a gate or up projection may be changed by an adapter
 gate (see `gated_matmuls`); SiLU(gate) * up is then one TideGate.
 """
 
-from collections.abc import Iterator
-
 import onnx.parser
 import onnx_ir as ir
 
-from tide_export.compose.lora import is_lora
 from tide_export.graph.builder import OPSET
-from tide_export.graph.rewriting import drop_unused, nodes_of, op_before, producer, replace_value, required
-from tide_export.names.operators import DOMAIN, OP_GATE, OP_LORA
+from tide_export.graph.rewriting import nodes_of, required
+from tide_export.names.operators import DOMAIN, OP_LORA
 
 
 class LoraFunctionsPass(ir.passes.InPlacePass):
@@ -27,41 +24,7 @@ class LoraFunctionsPass(ir.passes.InPlacePass):
             function = lora_function(len(node.inputs) == 5, opset)
             node.overload = function.overload
             model.functions.setdefault(function.identifier(), function)
-        for product, gate, up in list(_gates(model)):
-            old = product.outputs[0]
-            replace_value(old, op_before(product, OP_GATE, [gate, up], domain=DOMAIN, dtype=old.dtype, shape=old.shape))
-            drop_unused([product, *(use.node for use in gate.uses()), *(use.node for use in up.uses())])
-            function = gate_function(opset)
-            model.functions.setdefault(function.identifier(), function)
         return ir.passes.PassResult(model, modified=bool(nodes))
-
-
-def _gates(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, ir.Value]]:
-    """Yields every Mul of x * Sigmoid(x) by another value, both changed by adapters, with the two."""
-    for product in nodes_of(model.graph, "Mul"):
-        for activated, up in (product.inputs, product.inputs[::-1]):
-            silu = producer(activated, "Mul")
-            if silu is None or not _is_adapted(up) or len(silu.outputs[0].uses()) != 1:
-                continue
-            for gate, sigmoid_of in (silu.inputs, silu.inputs[::-1]):
-                sigmoid = producer(sigmoid_of, "Sigmoid")
-                if sigmoid is not None and sigmoid.inputs[0] is gate and _is_adapted(gate):
-                    yield product, required(gate), required(up)
-                    break
-
-
-def _is_adapted(value: ir.Value | None) -> bool:
-    node = value.producer() if value is not None else None
-    return node is not None and is_lora(node)
-
-
-def gate_function(opset: int = OPSET) -> ir.Function:
-    """Defines `TideGate`: gates, ups -> SiLU(gates) * ups."""
-    text = f"""<opset_import: ["" : {opset}], domain: "{DOMAIN}">
-        {OP_GATE} (gates, ups) => (y) {{
-            sigmoid = Sigmoid (gates)  activated = Mul (gates, sigmoid)  y = Mul (activated, ups)
-        }}"""
-    return ir.serde.deserialize_function(onnx.parser.parse_function(text))
 
 
 def lora_function(several: bool, opset: int = OPSET) -> ir.Function:
