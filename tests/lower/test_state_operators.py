@@ -12,7 +12,8 @@ import onnxruntime as ort
 import pytest
 from ort_sessions import register_operators
 
-from tide_export.compose.states import StateShape, advance_states, shapes_of, state_inputs, state_outputs
+from tide_export.bundle.model_info import StateInfo
+from tide_export.compose.states import advance_states, shapes_of, state_inputs, state_outputs
 from tide_export.graph.rewriting import FLOAT, INT64, new_node, typed_value
 from tide_export.lower.onnxruntime.state_functions import StateFunctionsPass
 from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, OP_RECURRENCE
@@ -90,7 +91,7 @@ class Network:
             inputs += [typed_value("bias", FLOAT, [CHANNELS])] if case.bias else []
         attributes = {"layer": 0, "number": 0} | ({"silu": case.silu} if case.op_type == OP_CAUSAL_CONV else {})
         node = new_node(case.op_type, inputs, attributes, name="n", domain=DOMAIN, outputs=[(FLOAT, None)])
-        self.shapes: tuple[StateShape, ...] = shapes_of([node])
+        self.shapes: tuple[StateInfo, ...] = shapes_of([node])
         states = state_inputs(self.shapes)
         sequences = [
             typed_value("places", INT64, ["R", 2]),

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnx_ir.convenience as irc
 from onnx_ir.passes import common as common_passes
 
-from tide_export.bundle.model_info import LoraInfo
+from tide_export.bundle.model_info import LoraInfo, StateInfo
 from tide_export.compose.lora import lora_of
 from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
 from tide_export.compose.passes.counted_positions import CountedPositionsPass
@@ -24,7 +24,7 @@ from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.shared_keys import KV_LAYER, SharedKeysPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
-from tide_export.compose.states import StateShape, keeps_state, shapes_of
+from tide_export.compose.states import keeps_state, shapes_of
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.graph.rewriting import nodes_of, required, run_passes, static_dim
 from tide_export.names.operators import DOMAIN, OP_ATTENTION
@@ -66,7 +66,7 @@ class Pieces:
     kv_layers: tuple[int, ...]
     keys_values: Mapping[int, ir.Graph] = field(default_factory=dict)
     taps: tuple[int, ...] = ()
-    states: tuple[StateShape, ...] = ()
+    states: tuple[StateInfo, ...] = ()
     lora: LoraInfo | None = None
 
     @property
@@ -93,7 +93,7 @@ class Pieces:
         """Layers with K/V of their own, ascending."""
         return [layer for k in range(len(self.segments)) for layer in self.kv_written(k)]
 
-    def states_in(self, k: int) -> list[StateShape]:
+    def states_in(self, k: int) -> list[StateInfo]:
         """Returns the recurrent states of segment k's layers."""
         return [one for one in self.states if self.boundaries[k] <= one.layer < self.boundaries[k + 1]]
 

@@ -13,28 +13,17 @@ Tokens take their turn one by one, whatever run they are in, so that their outpu
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import onnx_ir as ir
 
+from tide_export.bundle.model_info import StateInfo
 from tide_export.graph.rewriting import FLOAT, required, static_dim, typed_value
 from tide_export.names import paged as names
 from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, STATE_OPERATORS
 
 LOG = 32  # tokens that can be taken back; those of one run and of drafts before it, at most
 LARGE_LOG = 8  # of a recurrence whose decays are as large as its state
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """A recurrent state of a layer: the shape of a sequence's part, and the tokens that can be taken back."""
-
-    layer: int
-    number: int
-    shape: tuple[int, ...]
-    undo: int = LOG
-
 
 States = dict[tuple[int, int], ir.Value]  # by layer and number
 
@@ -43,12 +32,12 @@ def keeps_state(node: ir.Node) -> bool:
     return node.domain == DOMAIN and node.op_type in STATE_OPERATORS
 
 
-def shapes_of(nodes: Sequence[ir.Node]) -> tuple[StateShape, ...]:
+def shapes_of(nodes: Sequence[ir.Node]) -> tuple[StateInfo, ...]:
     """The states of the operators among `nodes`, by layer and number."""
     shapes = []
     for node in filter(keeps_state, nodes):
         layer, first = node.attributes["layer"].as_int(), 2 * node.attributes["number"].as_int()
-        shapes += [StateShape(layer, first + i, shape, undo) for i, (shape, undo) in enumerate(_shapes(node))]
+        shapes += [StateInfo(layer, first + i, shape, undo) for i, (shape, undo) in enumerate(_shapes(node))]
     return tuple(sorted(shapes, key=lambda one: (one.layer, one.number)))
 
 
@@ -64,7 +53,7 @@ def _shapes(node: ir.Node) -> list[tuple[tuple[int, ...], int]]:
     return [((heads, width * depth + 1), log), ((log, decays + heads * depth + key_heads * width), log)]
 
 
-def state_inputs(shapes: Sequence[StateShape]) -> States:
+def state_inputs(shapes: Sequence[StateInfo]) -> States:
     """Inputs for the states of all sequences."""
     return {
         (one.layer, one.number): typed_value(names.states(one.layer, one.number), FLOAT, ["places", *one.shape])

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from tide_export.bundle.file_names import GRAPH_FILE, ROUTERS_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import FLOAT32_KV, Manifest, Quantization, TensorInfo
-from tide_export.bundle.model_info import ModelInfo, StateInfo
+from tide_export.bundle.model_info import ModelInfo
 from tide_export.calibration.config import TideConfig
 from tide_export.common.version import __version__
 from tide_export.compose.cut import Pieces
@@ -160,7 +160,7 @@ def make_manifest(
             eos_token_ids=source.eos_token_ids,
             kv_shapes=pieces.kv_shapes,
             kv_layers=pieces.kv_layers if shares else None,
-            states=tuple(StateInfo(one.layer, one.number, one.shape, one.undo) for one in pieces.states) or None,
+            states=pieces.states or None,
             lora=pieces.lora,
         ),
         checkpoints=routers.checkpoints,
