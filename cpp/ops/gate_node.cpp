@@ -7,7 +7,7 @@
 namespace tide_ops {
 namespace {
 
-constexpr std::int64_t kColumns = 1024;  // by one thread at a time
+constexpr std::int64_t kGateColumns = 1024;  // by one thread at a time
 
 class Gate : public Node {
  public:
@@ -22,10 +22,10 @@ class Gate : public Node {
     if (result == nullptr) return nullptr;
     float const* const from = data_of(x);
     auto* const to = static_cast<float*>(result);
-    std::int64_t const chunks = (width + kColumns - 1) / kColumns;
+    std::int64_t const chunks = (width + kGateColumns - 1) / kGateColumns;
     run.add(rows * chunks, [=](std::int64_t part) {
-      std::int64_t const row = part / chunks, begin = part % chunks * kColumns;
-      std::int64_t const size = std::min(kColumns, width - begin);
+      std::int64_t const row = part / chunks, begin = part % chunks * kGateColumns;
+      std::int64_t const size = std::min(kGateColumns, width - begin);
       float const* const gates = from + 2 * row * width + begin;
       float* const y = to + row * width + begin;
       std::copy_n(gates + width, size, y);

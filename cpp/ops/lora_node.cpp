@@ -11,8 +11,8 @@
 namespace tide_ops {
 namespace {
 
-constexpr std::int64_t kSplit = 256;    // inputs of a product, summed by one thread at a time
-constexpr std::int64_t kColumns = 256;  // outputs, by one thread at a time
+constexpr std::int64_t kLoraSplit = 256;    // inputs of a product, summed by one thread at a time
+constexpr std::int64_t kLoraColumns = 256;  // outputs, by one thread at a time
 
 struct AdaptedRow {
   std::int64_t row;
@@ -79,12 +79,12 @@ class Lora : public Node {
                    std::int64_t stride) const {
     auto const all = std::make_shared<std::vector<AdaptedRow> const>(std::move(adapted));
     auto const count = static_cast<std::int64_t>(all->size());
-    std::int64_t const splits = (inputs + kSplit - 1) / kSplit, chunks = (width_ + kColumns - 1) / kColumns;
+    std::int64_t const splits = (inputs + kLoraSplit - 1) / kLoraSplit, chunks = (width_ + kLoraColumns - 1) / kLoraColumns;
     float* const sums = run.scratch(count * splits * rank_);
     LoraKernel const& kernel = *lora_kernel();
     run.add(count * splits, [=, &kernel, rank = rank_](std::int64_t part) {
       AdaptedRow const& one = (*all)[static_cast<std::size_t>(part / splits)];
-      std::int64_t const begin = part % splits * kSplit, size = std::min(kSplit, inputs - begin);
+      std::int64_t const begin = part % splits * kLoraSplit, size = std::min(kLoraSplit, inputs - begin);
       float* const sum = sums + part * rank;
       std::fill(sum, sum + rank, 0.0f);
       kernel.add(x + one.row * inputs + begin, size, one.weights + begin * rank, rank, rank, sum);
@@ -98,7 +98,7 @@ class Lora : public Node {
         for (std::int64_t r = 0; r < rank; ++r) low[r] += parts[split * rank + r];
       }
       AdaptedRow const& one = (*all)[static_cast<std::size_t>(part / chunks)];
-      std::int64_t const begin = part % chunks * kColumns, size = std::min(kColumns, width - begin);
+      std::int64_t const begin = part % chunks * kLoraColumns, size = std::min(kLoraColumns, width - begin);
       kernel.add(low, rank, one.weights + inputs * rank + begin, width, size, y + one.row * stride + begin);
     });
     run.needs_threads();

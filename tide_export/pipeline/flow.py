@@ -55,7 +55,7 @@ def export(request: ExportRequest) -> Path:
 
 
 def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[References]]:
-    """Runs the stages that need the model in memory; returns the manifest so far, and references for `check_export`."""
+    """Runs the stages that need the model; returns the manifest so far and `check_export`'s references."""
     routers = given_routers(request)
     with stage("loading the model"):
         source = load_model(request.model, **request.loading)

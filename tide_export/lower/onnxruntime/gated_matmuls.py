@@ -117,7 +117,7 @@ def _gated(model: ir.Model) -> Iterator[_Mlp]:
 
 
 def _matmul(value: ir.Value | None) -> tuple[ir.Node | None, ir.Node | None]:
-    """Returns the matmul that gives `value`, and what changes it by an adapter between them; None: there is none."""
+    """Returns the matmul that gives `value`, and the TideLora between the two; None where there is none."""
     lora = producer(value, OP_LORA, DOMAIN)
     if lora is not None:
         value = lora.inputs[0]
