@@ -18,6 +18,7 @@ namespace {
 constexpr char const* kAdapterConfig = "adapter_config.json";
 constexpr char const* kAdapterWeights = "adapter_model.safetensors";
 constexpr char const* kModulePrefix = "base_model.model.";
+constexpr std::int64_t kMaxAdapterRank = 1 << 20;  // more than any layer has inputs: numbers of a matrix are countable
 constexpr std::size_t kLengthBytes = 8;  // of a safetensors file's header
 
 using Target = ModelInfo::Lora::Target;
@@ -165,7 +166,7 @@ class AdapterFolder {
     for (Json const& size : entry("shape").list) shape.push_back(size.whole);
     for (Json const& offset : entry("data_offsets").list) offsets.push_back(offset.whole);
     if (rank == 0 && shape.size() == 2) rank = shape[rows ? 0 : 1];
-    if (shape != (rows ? std::vector{rank, width} : std::vector{width, rank}) || rank < 1) {
+    if (shape != (rows ? std::vector{rank, width} : std::vector{width, rank}) || rank < 1 || rank > kMaxAdapterRank) {
       refuse(key + " has shape [" + joined(shape, ", ") + "], which is of another model: " + target.name + " has " +
              std::to_string(target.inputs) + " inputs and " + std::to_string(target.outputs) + " outputs");
     }
