@@ -20,12 +20,20 @@ struct Moments {
   float squares;
 };
 
-// The moments of the numbers of both.
-TIDE_BOTH Moments merged(Moments a, Moments b) {
-  if (b.count == 0.0f) return a;
-  const float count = a.count + b.count, difference = b.mean - a.mean;
-  return {count, a.mean + difference * (b.count / count),
-          a.squares + b.squares + difference * difference * (a.count * b.count / count)};
+// The moments of all numbers of some groups, from each group's count, mean and squares; they are `stride` floats apart.
+TIDE_BOTH Moments merged(const float* groups, int count, int stride) {
+  float total = 0.0f, sum = 0.0f, squares = 0.0f;
+  for (int i = 0; i < count; ++i) {
+    const float* group = groups + i * stride;
+    total += group[0];
+    sum += group[0] * group[1];
+  }
+  const float mean = sum / total;
+  for (int i = 0; i < count; ++i) {
+    const float* group = groups + i * stride;
+    squares += group[2] + group[0] * (group[1] - mean) * (group[1] - mean);
+  }
+  return {total, mean, squares};
 }
 
 // The two largest of some logits and sum(exp(logit - first)), computed in one pass. weight == 0: no logit yet. A NaN

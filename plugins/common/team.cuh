@@ -211,15 +211,20 @@ cudaError_t launch(const typename Kernel::Args& args, int64_t groups, void* exch
 }
 
 // Folds kCount values in shared memory into the first kKept, a value i with those at i + n * kKept, always in the same
-// order. Afterwards every thread may read them. Both are powers of two.
+// order. Afterwards every thread may read them. Both are powers of two. A thread folds up to 16 values at a time: a
+// barrier takes longer than that.
 template <int kCount, int kKept, class T, class Merge>
 TIDE_DEVICE void fold(Block& block, T* values, Merge merge) {
   static_assert((kCount & (kCount - 1)) == 0 && (kKept & (kKept - 1)) == 0 && kCount <= kThreads, "powers of two");
-  for (int half = kCount / 2; half >= kKept; half /= 2) {
-    block.phase([&](int thread) {
-      if (thread < half) values[thread] = merge(values[thread], values[thread + half]);
-    });
-  }
+  constexpr int kLeft = kCount / 16 > kKept ? kCount / 16 : kKept;
+  block.phase([&](int thread) {
+    if (thread >= kLeft) return;
+    T folded = values[thread];
+    TIDE_UNROLL
+    for (int i = kLeft; i < kCount; i += kLeft) folded = merge(folded, values[thread + i]);
+    values[thread] = folded;
+  });
+  if constexpr (kLeft > kKept) fold<kLeft, kKept>(block, values, merge);
 }
 
 }  // namespace tide

@@ -159,16 +159,20 @@ struct Exit {
   // Replaces x by what the head reads.
   static TIDE_DEVICE void normalize(Block& block, const Group& of) {
     const TideNormArgs& norm = of.args.norm;
-    block.phase([&](int thread) {
-      if (thread >= kSlots || norm.kind == TIDE_NORM_NONE) return;
-      Moments all{0.0f, 0.0f, 0.0f};
-      for (int rank = 0; rank < block.blocks; ++rank) {
-        const float* part = block.region(rank) + of.region.moments + thread * 3;
-        all = merged(all, {part[0], part[1], part[2]});
-      }
-      of.scratch[thread * 2] = all.mean;
-      of.scratch[thread * 2 + 1] = 1.0f / sqrtf(all.squares / all.count + norm.epsilon);
-    });
+    if (norm.kind != TIDE_NORM_NONE) {
+      float* parts = of.scratch + kSlots * 2;  // [blocks][kSlots]: the moments of every block
+      static_assert(kMaxBlocks * kSlots * 3 <= kThreads, "a thread fetches one number");
+      block.phase([&](int thread) {
+        if (thread < block.blocks * kSlots * 3)
+          parts[thread] = block.region(thread / (kSlots * 3))[of.region.moments + thread % (kSlots * 3)];
+      });
+      block.phase([&](int thread) {
+        if (thread >= kSlots) return;
+        const Moments all = merged(parts + thread * 3, block.blocks, kSlots * 3);
+        of.scratch[thread * 2] = all.mean;
+        of.scratch[thread * 2 + 1] = 1.0f / sqrtf(all.squares / all.count + norm.epsilon);
+      });
+    }
     block.phase([&](int thread) {
       const T* scale = static_cast<const T*>(norm.scale) + of.begin;
       const T* shift = norm.shift == nullptr ? nullptr : static_cast<const T*>(norm.shift) + of.begin;

@@ -64,8 +64,8 @@ TIDE_DEVICE void multiply(Block& block, const float* x, int rows, const W* w, in
       if (column < columns && !fours) multiply_rows<kDeep, false>(x, rows, w, stride, columns, warp, column, sum);
       TIDE_UNROLL
       for (int slot = 0; slot < kSlots; ++slot)
-        TIDE_UNROLL
-        for (int j = 0; j < 4; ++j) partial[(warp * kSlots + slot) * kTile + lane * 4 + j] = sum[slot][j];
+        *reinterpret_cast<Four<float>*>(partial + (warp * kSlots + slot) * kTile + lane * 4) = {
+            {sum[slot][0], sum[slot][1], sum[slot][2], sum[slot][3]}};
     });
     block.phase([&](int thread) {
       const int slot = thread / kTile;

@@ -156,21 +156,23 @@ class Runner:
         targets = [(args, key, value) for key, value in {**inputs, **outputs}.items()]
         targets += [(args.norm, key, value) for key, value in (norm or {}).items()]
         for owner, key, array in targets:
-            data = np.full(array.nbytes + 2 * guard, FILL, np.uint8)
-            data[guard : guard + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            start = -(-guard // array.itemsize) * array.itemsize  # no element lies across its own alignment
+            data = np.full(start + array.nbytes + guard, FILL, np.uint8)
+            data[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             address = memory.put(data)
-            setattr(owner, key, address + guard)
-            placed.append((key, array, data, address))
+            setattr(owner, key, address + start)
+            placed.append((key, array, data, address, start))
         size = self.kernels.exit_workspace(args)
         workspace = memory.put(np.full(size + guard, FILL, np.uint8))
         self.kernels.exit(args, workspace, size)
         memory.wait()
 
-        for key, array, before, address in placed:
+        for key, array, before, address, start in placed:
             after = memory.get(address, before.nbytes)
             if key in outputs:
-                array.reshape(-1).view(np.uint8)[:] = after[guard : guard + array.nbytes]
-                after[guard : guard + array.nbytes] = before[guard : guard + array.nbytes]
+                own = slice(start, start + array.nbytes)
+                array.reshape(-1).view(np.uint8)[:] = after[own]
+                after[own] = before[own]
             assert np.array_equal(before, after), f"tide_exit wrote outside its outputs, near or into {key}"
         assert (memory.get(workspace + size, guard) == FILL).all(), "tide_exit wrote after its workspace"
         memory.free()

@@ -1,6 +1,8 @@
 """`tools/checks/gpu_torch.py`: the segment networks in PyTorch, called for by the runtime. A GPU is not needed for what
 tensors are views of; streams, pools and recording are tried on one alone."""
 
+import json
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -82,6 +84,24 @@ def test_memory_on_a_gpu_is_told_to_pytorch_as_bytes(check: ModuleType, monkeypa
     found = check.on_gpu(4096, "bfloat16", (2, 1, 3))
     assert (found.dtype, found.shape) == (torch.bfloat16, (2, 1, 3))
     assert told == [{"data": (4096, False), "shape": (12,), "typestr": "|u1", "version": 3}]
+
+
+def test_a_bundle_without_weights_is_timed_on_random_ones(
+    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu_carry
+    import gpu_exits
+
+    gpu_carry.pack_shape(tiny_llama.exact, tmp_path / "shape")
+    assert not list(tmp_path.rglob("*.data"))
+    few = ["--sequences", "1,2", "--new-tokens", "4", "--rounds", "1", "--device", "cpu"]
+    assert gpu_exits.main([str(tmp_path / "shape"), *few, "--json", str(tmp_path / "exits.json")]) == 0
+    rows = json.loads((tmp_path / "exits.json").read_text())
+    checkpoints = open_bundle(tiny_llama.exact).manifest.checkpoints
+    cases = ["full", "never", *(f"{layers} layers" for layers in checkpoints)]
+    assert [(row["case"], row["sequences"]) for row in rows] == [(case, size) for size in (1, 2) for case in cases]
+    assert all(row[f"{decider} decides, us"] > 0 for row in rows for decider in ("GPU", "host"))
+    assert "{'GPU': 0, 'host': 0}" in capsys.readouterr().out, "the host records nothing"
 
 
 def test_a_session_in_which_nothing_was_recorded_fails(

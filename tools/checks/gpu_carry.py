@@ -1,14 +1,15 @@
 """Packs what a lent machine with a GPU lacks, for `gpu_session.py --carried`: bundles of a model and compiled kernels.
 
     python tools/checks/gpu_carry.py MODEL -o FOLDER [--routers FILE] [--architectures 80,86,89,90,120]
-                                     [--limit MIB] [--resume]
+                                     [--shape BUNDLE] [--limit MIB] [--resume]
 
 FOLDER/bundles gets a bundle each in float32, float16 and bfloat16, without what a session does not read, the one in
 float32 with a drafter. FOLDER/libtide_kernels.so and libtide_plugins.so get the kernels and the plugin for these GPUs,
 compiled with nvcc: with TensorRT's headers where TENSORRT_ROOT has them, else with what the tests declare of them,
 which makes the same machine code. Without `--routers` routers are calibrated briefly, and the drafter is trained for a
-minute. The bundles are not compared with the model here: the session does that. `--resume` goes on where a run before
-was cut off. Exit code 1 where FOLDER is larger than the limit (48 MiB).
+minute. Of `--shape`, a bundle of a model as large as people serve, the networks alone are packed: exits are timed on
+random weights. The bundles are not compared with the model here: the session does that. `--resume` goes on where a run
+before was cut off. Exit code 1 where FOLDER is larger than the limit (48 MiB).
 """
 
 import argparse
@@ -21,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpu_machine import headers
-from gpu_steps import DECLARED, KERNELS, PLUGINS, ROOT, WEIGHTS
+from gpu_steps import DECLARED, KERNELS, PLUGINS, ROOT, SHAPE, WEIGHTS
 
-from tide_export.bundle.file_names import DRAFTER_FILE, MANIFEST_FILE, ROUTERS_FILE, WEIGHTS_FILE
+from tide_export.bundle.file_names import DRAFTER_FILE, EMBEDDING_FILE, MANIFEST_FILE, ROUTERS_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--architectures", default="80,86,89,90,120", help="of the kernels (80,86,89,90,120); '' for none"
     )
+    parser.add_argument("--shape", type=Path, metavar="BUNDLE", help="with segment networks; packed without weights")
     parser.add_argument("--limit", type=float, default=48, metavar="MIB", help="of the folder (48)")
     parser.add_argument("--resume", action="store_true", help="keep what a run before has finished")
     options = parser.parse_args(arguments)
@@ -59,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.architectures and not all((folder / name).is_file() for name in (KERNELS, PLUGINS)):
         compile_libraries(folder, options.architectures)
         print(f"{KERNELS} and {PLUGINS} after {time.perf_counter() - begun:.0f} s", flush=True)
+    if options.shape is not None:
+        pack_shape(options.shape, folder / SHAPE)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
     print(f"{folder}: {size:.1f} MiB of at most {options.limit:g}")
     return int(size > options.limit)
@@ -94,14 +98,21 @@ def run(*command: str) -> None:
 
 
 def strip(bundle: Path) -> None:
-    """Takes out of a bundle what a session does not read: networks for batches on the CPU, the report, and the graph's
-    weights, unless it is the float32 graph, that others are compared with."""
+    """Takes out of a bundle what a session does not read: the report, and what runs on the CPU (the graph's weights,
+    its networks for batches), unless it is in float32, which others are compared with."""
     manifest = Manifest.from_json((bundle / MANIFEST_FILE).read_text())
-    unread = ("batch/", "report.", *(() if bundle.name == "fp32" else (WEIGHTS_FILE,)))
+    unread = ("report.", *(() if bundle.name == "fp32" else ("batch/", WEIGHTS_FILE)))
     for name in [name for name in manifest.files if name.startswith(unread)]:
         (bundle / name).unlink(missing_ok=True)
-    shutil.rmtree(bundle / "batch", ignore_errors=True)
     write_manifest(bundle, replace(manifest, files={}))
+
+
+def pack_shape(bundle: Path, target: Path) -> None:
+    """Copies a bundle without its weights. Its manifest goes on naming the embedding's file, for its size."""
+    shutil.copytree(bundle, target, ignore=shutil.ignore_patterns("*.data", "batch", "routers*"), dirs_exist_ok=True)
+    manifest = Manifest.from_json((bundle / MANIFEST_FILE).read_text())
+    kept = {name: info for name, info in manifest.files.items() if (target / name).exists() or name == EMBEDDING_FILE}
+    (target / MANIFEST_FILE).write_text(replace(manifest, files=kept).to_json())
 
 
 def compile_libraries(folder: Path, architectures: str) -> None:

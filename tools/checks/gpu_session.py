@@ -34,7 +34,7 @@ from pathlib import Path
 
 from gpu_machine import facts
 from gpu_page import page
-from gpu_steps import KERNELS, PLUGINS, ROOT, Given, Step, steps
+from gpu_steps import KERNELS, PLUGINS, ROOT, SHAPE, Given, Step, steps
 
 PASSED, STARTED, CUT_OFF = "passed", "started", "cut off"
 TAIL_LINES = 12
@@ -183,7 +183,7 @@ def brought(options: argparse.Namespace) -> Given:
         return found and found.resolve()
 
     libraries = one(options.kernels, KERNELS), one(options.plugins, PLUGINS)
-    return Given({path.name: path.resolve() for path in bundles}, *libraries)
+    return Given({path.name: path.resolve() for path in bundles}, *libraries, one(None, SHAPE))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ WEIGHTS = ("fp32", "fp16", "bf16")
 ROOTS = {"tensorrt": "TENSORRT_ROOT", "tensorrt-rtx": "TENSORRT_RTX_ROOT"}  # variables that name a flavour's headers
 DECLARED = ROOT / "tests" / "plugins" / "declared"  # of TensorRT's headers what the plugins use: the same machine code
 KERNELS, PLUGINS = "libtide_kernels.so", "libtide_plugins.so"
+SHAPE = "shape"  # a bundle's networks without weights, of a model as large as people serve
 MAX_SECONDS = 300  # of a step: one that hangs leaves others their time
 PYTHON = sys.executable
 EXPORTING = ("torch", "transformers", "onnxscript", "pydantic", "datasets")  # packages that an export needs
@@ -86,11 +87,13 @@ class Given:
             any the demo model is exported here.
         kernels: `libtide_kernels.so` for this GPU; None: it is compiled here.
         plugins: `libtide_plugins.so`, likewise.
+        shape: networks without weights, to time exits on.
     """
 
     bundles: Mapping[str, Path]
     kernels: Path | None = None
     plugins: Path | None = None
+    shape: Path | None = None
 
 
 def steps(folder: Path, given: Given) -> list[Step]:
@@ -122,7 +125,8 @@ def steps(folder: Path, given: Given) -> list[Step]:
                 found += _engine_steps(one.name, source, bundle, exported[name], library)
                 in_cpp.append(_cpp_step(one.name, bundle, library))
                 times += _time_steps(one.name, bundle, library)
-    times = [_kernel_times(kernels, folder), *times]
+    shape = [] if given.shape is None else [_exit_times(given.shape, folder)]
+    times = [*shape, _kernel_times(kernels, folder), *times]
     return [*found, *_test_steps(plugins), *in_cpp, *times]
 
 
@@ -170,6 +174,12 @@ def _kernel_times(kernels: Path, folder: Path) -> Step:
     shows = "kernel times against the memory floor and PyTorch"
     times = tool("benchmarks/kernels", kernels, "--json", folder / "kernels.json")
     return Step("kernel-times", shows, times, 180, ("kernels",), (torch_on_gpu,))
+
+
+def _exit_times(shape: Path, folder: Path) -> Step:
+    shows = "a token's time by the layers it runs, where the GPU decides and where the host does"
+    times = tool("benchmarks/gpu_exits", shape, "--json", folder / "exits.json")
+    return Step("exit-times", shows, times, 240, ("library",), (torch_on_gpu, package("onnx")))
 
 
 def _export_step(weights: str, target: Path) -> Step:
@@ -291,7 +301,7 @@ def _sanitizer_steps(kernels: Path) -> list[Step]:
             f"sanitizer-{name}",
             f"no {finds} in the kernels",
             ("compute-sanitizer", "--tool", name, "--error-exitcode", "1", *run),
-            150,
+            MAX_SECONDS,
             ("kernels",),
             (gpu, program("compute-sanitizer")),
         )

@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +25,7 @@ from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.runtime.callers_networks import load_networks
 from tide_export.runtime.engine import Engine
 from tide_export.verify.pytorch import networks as in_pytorch
+from tide_export.verify.pytorch.operators import DTYPES
 from tide_export.verify.pytorch.program import Program
 
 View = Callable[[int, str, tuple[int, ...]], torch.Tensor]
@@ -44,6 +45,28 @@ def on_gpu(address: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.as_tensor(_Memory(address, torch.Size(shape).numel() * kind.itemsize)).view(kind).reshape(shape)
 
 
+def random_weights(
+    model: onnx.ModelProto, folder: Path, device: str, drawn: dict[tuple[str, ...], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Draws the weights of a network whose weights file was left behind: they say nothing, and take as long to read.
+
+    Args:
+        drawn: what was drawn before, by place in the file, as networks share weights.
+    """
+    weights = {}
+    for tensor in model.graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        if not place or (folder / place["location"]).exists():
+            continue
+        key = (place["location"], place.get("offset", "0"))
+        if key not in drawn:
+            noise = 0.02 * torch.randn(tuple(tensor.dims), device=device)
+            noise = noise + 1 if noise.dim() == 1 else noise  # of a norm: about 1
+            drawn[key] = noise.to(DTYPES[tensor.data_type])
+        weights[tensor.name] = drawn[key]
+    return weights
+
+
 class GpuNetworks:
     """The networks of a bundle on a device.
 
@@ -55,10 +78,14 @@ class GpuNetworks:
         info = bundle.manifest.networks
         assert info is not None
         self.expected, self.view = specs(bundle.manifest, info), view
-        self.programs = {}
+        self.programs, drawn = {}, dict[tuple[str, ...], torch.Tensor]()
         for name in self.expected:
-            file = str(bundle.path / network_file(name))
-            self.programs[name] = Program(onnx.load(file), {}, torch.device(device), file)
+            file = bundle.path / network_file(name)
+            model = onnx.load(str(file), load_external_data=False)
+            weights = random_weights(model, file.parent, device, drawn)
+            if not weights:
+                onnx.load_external_data_for_model(model, str(file.parent))
+            self.programs[name] = Program(model, weights, torch.device(device), str(file))
         self.runs, self.recorded = Counter[str](), Counter[str]()
         if device == "cuda":
             torch.cuda.synchronize()  # the networks run on streams that do not wait for this one
@@ -68,8 +95,9 @@ class GpuNetworks:
 
 
 class OnStream:
-    """The networks on one stream. What PyTorch allocates in a run is in a pool of its own, so that a run that is
-    recorded, which comes after one like it, allocates nothing, and what is replayed finds its memory."""
+    """The networks on one stream. What PyTorch allocates in the runs of a shape is in a pool of its own: a run that is
+    recorded, which comes after one like it, allocates nothing. What a shape keeps (values that it determines) is
+    allocated in its first run: in a pool of all shapes that would be where temporaries of recorded runs are."""
 
     def __init__(self, networks: GpuNetworks, stream: int | None) -> None:
         self._all = networks
@@ -77,10 +105,8 @@ class OnStream:
             name: in_pytorch.TorchNetwork(program, networks.expected[name])
             for name, program in networks.programs.items()
         }
-        self._within: list[Callable[[], Any]] = [partial(patch.object, in_pytorch, "_on_host", networks.view)]
-        if stream is not None:
-            external, self._pool = torch.cuda.ExternalStream(stream), torch.cuda.MemPool()
-            self._within += [partial(torch.cuda.stream, external), partial(torch.cuda.use_mem_pool, self._pool)]
+        self._stream = None if stream is None else torch.cuda.ExternalStream(stream)
+        self._pools = dict[tuple[str, int, int], torch.cuda.MemPool]()
 
     def run(
         self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
@@ -88,8 +114,13 @@ class OnStream:
         self._all.runs[name] += 1
         self._all.recorded[name] += captured
         with contextlib.ExitStack() as within:
-            for enter in self._within:
-                within.enter_context(enter())
+            within.enter_context(patch.object(in_pytorch, "_on_host", self._all.view))
+            if self._stream is not None:
+                shape = (name, tokens, batch_size)
+                if shape not in self._pools:
+                    self._pools[shape] = torch.cuda.MemPool()
+                within.enter_context(torch.cuda.stream(self._stream))
+                within.enter_context(torch.cuda.use_mem_pool(self._pools[shape]))
             self._networks[name].run(addresses, tokens, batch_size)
         return True
 

@@ -143,8 +143,9 @@ void SessionOptions::run_on_cuda(int gpu) {
   std::unique_ptr<RawCuda, void (*)(RawCuda*)> const owner(
       options, [](RawCuda* owned) { functions().ReleaseCUDAProviderOptions(owned); });
   std::string const number = std::to_string(gpu);
-  char const *const key = "device_id", *const value = number.c_str();
-  require(functions().UpdateCUDAProviderOptions(options, &key, &value, 1));
+  char const* const keys[] = {"device_id", "use_tf32"};
+  char const* const values[] = {number.c_str(), "0"};  // TF32 rounds float32 factors to 10 bits, and it is the default
+  require(functions().UpdateCUDAProviderOptions(options, keys, values, 2));
   require(functions().SessionOptionsAppendExecutionProvider_CUDA_V2(raw_, options));
 }
 

@@ -41,9 +41,12 @@ RawStatus* options(RawCuda** made) {
   *made = reinterpret_cast<RawCuda*>(table);
   return nullptr;
 }
-RawStatus* update(RawCuda*, char const* const* keys, char const* const* values, std::size_t) {
-  char const* const wanted = std::getenv("FAKE_ORT_DEVICE");
-  if (std::strcmp(keys[0], "device_id") != 0 || std::strcmp(values[0], wanted) != 0) std::abort();
+RawStatus* update(RawCuda*, char const* const* keys, char const* const* values, std::size_t count) {
+  char const* const wanted[][2] = {{"device_id", std::getenv("FAKE_ORT_DEVICE")}, {"use_tf32", "0"}};
+  if (count != 2) std::abort();
+  for (std::size_t i = 0; i < count; ++i) {
+    if (std::strcmp(keys[i], wanted[i][0]) != 0 || std::strcmp(values[i], wanted[i][1]) != 0) std::abort();
+  }
   return nullptr;
 }
 RawStatus* append(RawOptions*, RawCuda const*) { return nullptr; }
