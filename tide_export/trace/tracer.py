@@ -30,6 +30,7 @@ from tide_export.model.source import SourceModel
 from tide_export.model.structure import first_tensor, with_first_tensor, with_states
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT, STATE_OPERATORS
 from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
+from tide_export.trace.attention.joined import JoinedAttentionPass
 from tide_export.trace.attention.masks import Mask, layer_masks
 from tide_export.trace.attention.matching import ExplicitAttentionPass, symbolic_sdpa
 from tide_export.trace.experts import symbolic_experts
@@ -115,6 +116,7 @@ def trace(
     if masks is None and not _only_recurs(model):
         length = max_length or source.context_length or DEFAULT_LENGTH
         ExplicitAttentionPass(length, source.architecture)(model)
+    JoinedAttentionPass()(model)
     traced = TracedModel(model, boundaries, every_layer, source.architecture)
     _check(source, traced)
     return traced
