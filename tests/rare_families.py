@@ -71,6 +71,14 @@ RARE: dict[str, Family] = {
         **INDEXED,
         note="up to index_topk tokens, which attend to all before them",
     ),
+    "diffllama": row(tf.DiffLlamaConfig, WIDE, "differential attention"),
+    "doge": row(
+        tf.DogeConfig,
+        WIDE,
+        *("scores by token", "q/k norms"),
+        note="up to keep_window_size tokens, which attend to all before them",
+        keep_window_size=192,
+    ),
     "dots1": rare(tf.Dots1Config, WIDE, "experts", "shared experts", "q/k norms", **ROUTED, first_k_dense_replace=1),
     "ernie": rare(tf.ErnieConfig, ENCODER, "learned positions", "norms after"),
     "exaone_moe": rare(

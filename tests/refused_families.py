@@ -29,7 +29,6 @@ REFUSED_ROWS: dict[str, Family] = {
         {"vocab_size": 512, "d_model": 64, "n_layer": LAYERS, "n_head": 4, "d_inner": 128},
         refused="is not understood",
     ),
-    "doge": row(tf.DogeConfig, WIDE, refused="depends on the tokens"),
     "cpmant": row(
         tf.CpmAntConfig,
         {**TINY, "num_hidden_layers": LAYERS, "dim_head": 16, "dim_ff": 128},
@@ -144,7 +143,6 @@ REFUSED_ROWS: dict[str, Family] = {
         refused="something happens outside any module",
         costly=True,
     ),
-    "diffllama": row(tf.DiffLlamaConfig, WIDE, refused="the trace holds 4 attention ops for 2 layers", costly=True),
     "git": row(tf.GitConfig, {**PLAIN, "vision_config": VISION}, refused="that depends on the tokens", costly=True),
     "hrm_text": row(
         tf.HrmTextConfig,

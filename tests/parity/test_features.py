@@ -79,6 +79,7 @@ OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
     "ALiBi": ("falcon (ALiBi)", set_config(alibi=False)),
     "per-layer embeddings": ("gemma4 (text)", set_weights("per_layer_projection.weight", 0.0)),
     "norms after": ("olmo2", set_weights("post_attention_layernorm", 1.0)),
+    "scores by token": ("doge", set_weights("self_attn.A", 0.0)),
 }
 # Without these the model would have other parameters, so their presence shows.
 IN_THE_SHAPES = {
@@ -86,6 +87,7 @@ IN_THE_SHAPES = {
     "heads of 24",
     "tied embeddings",
     "latent attention",
+    "differential attention",
     "packed projections",
     "parallel residual",
     "interleaved rotary",
@@ -157,6 +159,7 @@ def test_a_mask_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ("llama4 (text)", 192, "blocks"),
         ("deepseek_v32", 192, "chosen tokens"),
         ("minimax_m3 (text)", 192, "chosen tokens"),
+        ("doge", 192, "chosen tokens"),
         ("llama (dynamic)", CONTEXT, "context"),
     ],
 )

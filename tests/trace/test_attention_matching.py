@@ -3,6 +3,8 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx.reference import ReferenceEvaluator
+from onnx_ir.convenience import extract
 from written_attention import spelled_out
 
 from tide_export.compose.cut import cut
@@ -97,6 +99,12 @@ def test_scale_window_and_bias_are_read(chain: str, scale: float, window: int | 
             "depends on the tokens",
         ),
         (f"gate = ReduceMean (v) biased = Add (scores, gate) {HIDE}", "depends on the tokens"),
+        ("mask = Where (causal, shared, least) logits = Add (scores, mask)", "depends on the tokens, other than"),
+        (
+            "turned = Gather <axis = 1> (by_key, one_and_0) mask = Where (causal, turned, least)"
+            "logits = Add (scores, mask)",
+            "depends on the tokens, other than",
+        ),
         (f"biased = Tanh (scores) {HIDE}", "by a Tanh that is not understood"),
         (f"biased = Mul (scores, slopes) {HIDE}", "by a Mul that is not understood"),
         ("seen = Cast <to = 1> (causal) logits = Mul (scores, seen)", "by 0 without hiding"),
@@ -114,6 +122,23 @@ def test_anything_else_is_refused_with_the_reason(chain: str, reason: str) -> No
         attention_of(spelled_out(chain))
     assert str(caught.value).startswith("Toy ")
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_tokens_become_a_channel_of_the_keys() -> None:
+    mask = "scaled = Mul (scores, half) mask = Where (causal, by_key, least)"
+    model = spelled_out(f"{mask} logits = Add (scaled, mask)")
+    (node,) = attention_of(model)
+    assert (node.attributes["scale"].as_float(), node.attributes["head_dim"].as_int()) == (0.5, 16)
+    rng = np.random.default_rng(0)
+    given = {name: rng.random((1, 2, LENGTH, 8), dtype=np.float32) for name in "qkv"}
+    given["by_key"] = rng.random((1, 2, 1, LENGTH), dtype=np.float32)
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    piece = extract(model.graph, [values[name] for name in given], node.inputs[:3])
+    query, key, value = ReferenceEvaluator(ir.to_proto(ir.Model(piece, ir_version=10))).run(None, given)
+    scores = 0.5 * given["q"] @ given["k"].transpose(0, 1, 3, 2) + given["by_key"]
+    np.testing.assert_allclose(0.5 * query @ key.transpose(0, 1, 3, 2), scores, rtol=1e-5)
+    np.testing.assert_array_equal(value[..., :8], given["v"])
+    assert not value[..., 8:].any()
 
 
 def test_a_window_is_not_one_at_a_length_it_covers() -> None:

@@ -8,12 +8,14 @@ TEMPLATE = """
 attention (int64[B,S] input_ids, int64[B,S] position_ids) => (float[B,S,2,8] out)
 <float[B,2,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,8,S] k_transposed, float[B,2,S,S] scores,
  float[B,2,S,S] logits, float[B,2,S,S] weights, float[B,2,S,8] context, int64[1] size, float[B,S] by_token,
+ float[B,2,1,S] by_key, float[B,1,1,S] shared, float[B,2,S,S] mask,
  float nought = {{0.0}}, float least = {{-3.4e38}}, float half = {{0.5}}, float two = {{2.0}},
  float full = {{1.0}}, float low = {{-1e4}}, int64 zero = {{0}},
  int64 one = {{1}}, int64 three = {{3}}, float[2,1,1] slopes = {{0.5, 0.25}}, float[3] table = {{1.0, 2.0, 3.0}},
- bool[2,1,1] first_head = {{1, 0}}, int64[1] at_0 = {{0}}, int64[1] at_1 = {{1}}>
+ bool[2,1,1] first_head = {{1, 0}}, int64[1] at_0 = {{0}}, int64[1] at_1 = {{1}},
+ int64[2] one_and_0 = {{1, 0}}>
 {{
-  q, k, v = tide.Project (input_ids)
+  q, k, v, by_key, shared = tide.Project (input_ids)
   k_transposed = Transpose <perm = [0, 1, 3, 2]> (k)
   scores = MatMul (q, k_transposed)
   size = Shape <start = 1, end = 2> (input_ids)
@@ -36,7 +38,8 @@ attention (int64[B,S] input_ids, int64[B,S] position_ids) => (float[B,S,2,8] out
 def spelled_out(chain: str) -> ir.Model:
     """A model whose attention makes `logits` of `scores` [B, 2, S, S] by `chain`.
 
-    Available: `causal` [S, S]; `place`, `apart` (float: key position, key minus query); constants of the template.
+    Available: `causal` [S, S]; `place`, `apart` (float: key position, key minus query); numbers of tokens by head
+    and key (`by_key`), or alike for all heads (`shared`); constants of the template.
     """
     model = ir.from_proto(onnx.parser.parse_model(TEMPLATE.format(chain=chain)))
     for node in model.graph:

@@ -3,8 +3,8 @@
 It is that for sequences that are short enough.
 
 Some models (DeepSeek V3.2, GLM 5, MiniMax M3) have an indexer beside each attention, which scores all keys for every
-query; the best N alone are attended to. Of N keys or fewer these are all, and `pipeline.contents` allows no longer
-sequences.
+query; the best N alone are attended to. Of N keys or fewer these are all, and `pipeline.preflight` allows no longer
+sequences. Doge chooses by what its tokens add to the scores, without an indexer.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,12 @@ def chosen_keys(model: PreTrainedModel) -> dict[nn.Module, int]:
         elif isinstance(blocks := getattr(module, "topk_blocks", None), int):
             found[module] = blocks * int(module.block_size)  # type: ignore[arg-type]
     return found
+
+
+def most_keys(model: PreTrainedModel) -> int | None:
+    """How many keys a query attends to at most; None if to all that its masks show."""
+    kept = (getattr(module, "keep_window_size", None) for module in model.modules())
+    return min([*chosen_keys(model).values(), *(count for count in kept if isinstance(count, int))], default=None)
 
 
 @contextmanager

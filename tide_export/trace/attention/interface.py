@@ -101,5 +101,5 @@ def refuse_ignored_attention(model: PreTrainedModel, traced: int, layers: int) -
     if traced != layers:
         raise UnsupportedModelError(
             f"{type(model).__name__}: the trace holds {traced} attention ops for {layers} layers; "
-            "layers without attention, or with several, cannot be exported"
+            "layers without attention, or with several that attend differently or one after another, cannot be exported"
         )

@@ -47,7 +47,8 @@ def _can_be_joined(nodes: list[ir.Node]) -> bool:
 
 def _reads(node: ir.Node, others: set[ir.Node]) -> bool:
     """Whether `node` is computed from one of `others`."""
-    reached, todo = set(), [node]
+    reached: set[ir.Node] = set()
+    todo = [node]
     while todo:
         before = {item for value in todo.pop().inputs if value is not None and (item := value.producer()) is not None}
         if before & others:

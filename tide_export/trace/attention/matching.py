@@ -4,7 +4,7 @@
 XGLM do not. Their attention is spelled out in the trace: matmul, scaling, mask, softmax, matmul (or a call of PyTorch's
 `scaled_dot_product_attention`, which is kept whole while tracing). No architecture is known by name: a softmax that
 weighs values is attention, `scores` reads how its scores are computed, and if that is causal attention with at most a
-window and a bias by key position, `tide::TideAttention` replaces it. Otherwise the model is refused.
+window and a bias by key position or token, `tide::TideAttention` replaces it. Otherwise the model is refused.
 """
 
 from collections.abc import Iterator
@@ -26,10 +26,13 @@ from tide_export.graph.rewriting import (
     op_before,
     rank,
     required,
+    static_dim,
 )
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_MASKED_ATTENTION
+from tide_export.trace.attention.key_bias import first_channels, with_key_bias
 from tide_export.trace.attention.repeated_kv import ungrouped
 from tide_export.trace.attention.scores import (
+    FROM_TOKENS,
     MAX_LENGTH,
     ScoreReader,
     ScoreRule,
@@ -144,27 +147,34 @@ class _Attention:
 
     def replace(self, layer: int, rule: ScoreRule, tables: dict[bytes, ir.Value]) -> None:
         """Replaces it by a TideAttention."""
+        graph = graph_of(self.node)
+        states = self.query, self.key, self.value
+        if rule.by_token is not None:
+            if dims(rule.by_token)[1] != self.kv_heads:
+                raise refusal(self.kind, FROM_TOKENS)
+            states = with_key_bias(self.node, *states, rule.by_token, rule.by_token_factor)
         attributes: dict[str, int | float] = {
             "layer": layer,
             "num_heads": self.heads,
             "kv_num_heads": self.kv_heads,
-            "head_dim": self.head_dim,
+            "head_dim": static_dim(states[0], 3),
             "scale": rule.scale,
         }
         if rule.window is not None:
             attributes["window"] = rule.window
-        graph = graph_of(self.node)
-        inputs: list[ir.Value | None] = [self.query, self.key, self.value]
+        inputs: list[ir.Value | None] = [*states]
         if rule.bias is not None:
             table = np.ascontiguousarray(rule.bias, dtype=np.float32)
             if table.tobytes() not in tables:
                 tables[table.tobytes()] = constant(graph, f"attention_bias.{len(tables)}", table)
             inputs += [None, tables[table.tobytes()]]
         batch, _, tokens, _ = dims(self.query)
-        shape = [batch, tokens, self.heads, self.head_dim]
+        shape = [batch, tokens, self.heads, attributes["head_dim"]]
         output = op_before(
             self.node, OP_ATTENTION, inputs, attributes, domain=DOMAIN, dtype=self.query.dtype, shape=shape
         )
+        if rule.by_token is not None:
+            output = first_channels(self.node, output, self.head_dim)
         for old in self._by_token():
             _same_dimensions(graph, old, output)
             old.replace_all_uses_with(output, replace_graph_outputs=True)

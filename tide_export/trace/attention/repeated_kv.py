@@ -12,9 +12,13 @@ from tide_export.graph.rewriting import SWAP_HEADS, dims, graph_of, integers, op
 def ungrouped(value: ir.Value) -> ir.Value:
     """Keys or values [B, G, S, Dh] before they are repeated for the R query heads that share each.
 
-    Follows [B, G * R, S, Dh] back through a rotation and the transposition of heads to an expansion of [B, S, G, 1, Dh]
-    to [B, S, G, R, Dh], and rebuilds the steps without it. Returns any other value unchanged.
+    Follows [B, G * R, S, Dh] back to an expansion of [B, G, 1, S, Dh] to [B, G, R, S, Dh]; or through a rotation and
+    the transposition of heads to one of [B, S, G, 1, Dh] to [B, S, G, R, Dh], and rebuilds the steps without it.
+    Returns any other value unchanged.
     """
+    single = _repeated_last(value)
+    if single is not None:
+        return single
     rotation = producer(value, "RotaryEmbedding")
     swap = producer(rotation.inputs[0] if rotation is not None else value, "Transpose")
     merge = producer(swap.inputs[0], "Reshape") if swap is not None else None
@@ -43,3 +47,17 @@ def ungrouped(value: ir.Value) -> ir.Value:
         attributes = {**rotation.attributes, "num_heads": groups}
         result = add("RotaryEmbedding", [result, *rotation.inputs[1:]], attributes, batch, groups, tokens, width)
     return result
+
+
+def _repeated_last(value: ir.Value) -> ir.Value | None:
+    """The value [B, G, S, Dh] that `value` [B, G * R, S, Dh] repeats for the query heads, as transformers does."""
+    merge = producer(value, "Reshape")
+    expand = producer(merge.inputs[0], "Expand") if merge is not None else None
+    split = producer(expand.inputs[0], "Unsqueeze") if expand is not None else None
+    single = split.inputs[0] if split is not None else None
+    if expand is None or split is None or [rank(item) for item in (value, single)] != [4, 4]:
+        return None
+    batch, groups, tokens, width = dims(single)
+    if dims(split.outputs[0]) != [batch, groups, 1, tokens, width]:
+        return None
+    return single if dims(expand.outputs[0])[1:2] == [groups] and dims(value)[2:] == [tokens, width] else None

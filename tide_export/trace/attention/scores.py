@@ -5,10 +5,11 @@ there may be any chain of scalings, additions, masks and reshapes, as long as ev
 positions and shapes alone. The chain is not matched against known forms: its constants are evaluated for a sequence of
 the export's max length, the scores are represented as `scale * score + bias, or masked`, and the result must be causal
 attention, in full or in a window of the last tokens, with a bias that depends on head and key position (ALiBi). Adding
-one number to a whole row does not change its softmax, so slope * (key - query) is such a bias too.
+one number to a whole row does not change its softmax, so slope * (key - query) is such a bias too. An addend may also
+be a number of each key that is computed from its token, one by K/V head (`key_bias`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,32 +18,38 @@ import onnx_ir.convenience as irc
 from onnx.reference import ReferenceEvaluator
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.graph.rewriting import rank, required
-from tide_export.names.operators import DOMAIN
+from tide_export.graph.rewriting import rank, required, static_dim
+from tide_export.trace.attention.key_bias import from_tokens, numbers_of_keys
 
 MAX_LENGTH = 8192  # tokens that a mask is evaluated for; it has a cell for each pair of them
 HIDES = -1e8  # an addend below this hides the key; no bias comes near it
 HIDES_ZERO = -1e4  # so low an addend hides a key whose score was multiplied by 0
+FROM_TOKENS = "adds something to its attention scores that depends on the tokens, other than one number a key"
 
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """Causal attention as softmax(scale * score + bias) over the keys in the window.
+    """Causal attention as softmax(scale * (score + by_token_factor * by_token) + bias) over the keys in the window.
 
     Attributes:
         scale: of the product of query and key.
         window: tokens that are seen, the last of them the query's; None: all up to the query's.
         bias: float64 [H, N], by head and key position, first column 0; None: no bias.
+        by_token: numbers computed from the keys' tokens, [B, G, 1, S], each for H / G heads in a row; None: nothing.
     """
 
     scale: float
     window: int | None
     bias: np.ndarray | None
+    by_token: ir.Value | None = None
+    by_token_factor: float = 1.0
 
     def agrees_with(self, shorter: "ScoreRule", length: int) -> bool:
         """Whether the same rule, read for `length` tokens only, would be `shorter`."""
         window = self.window if self.window is not None and self.window < length else None
         if self.scale != shorter.scale or window != shorter.window or (self.bias is None) != (shorter.bias is None):
+            return False
+        if (self.by_token, self.by_token_factor) != (shorter.by_token, shorter.by_token_factor):
             return False
         if self.bias is None or shorter.bias is None:
             return True
@@ -56,6 +63,7 @@ class _Scores:
     Attributes:
         shape: of the scores, a batch of one.
         bias, hidden, zeroed: same rank, each dimension as in `shape` or 1; `zeroed` where the score is multiplied by 0.
+        by_token, by_token_factor: as in ScoreRule.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +71,8 @@ class _Scores:
     bias: np.ndarray
     hidden: np.ndarray
     zeroed: np.ndarray
+    by_token: ir.Value | None = None
+    by_token_factor: float = 1.0
 
     @classmethod
     def start(cls, shape: tuple[int, ...], scale: float = 1.0) -> "_Scores":
@@ -130,7 +140,7 @@ class ScoreReader:
         if mask is not None and mask.dtype == ir.DataType.BOOL:
             scores = scores.plus(np.zeros(()), ~self._value(mask))
         elif mask is not None:
-            scores = scores.plus(*self._bias_and_hidden(mask))
+            scores = self._plus(scores, mask)
         if causal:
             scores = scores.plus(np.zeros(()), ~np.tri(self.length, dtype=bool))
         return self._rule(scores, heads)
@@ -151,7 +161,7 @@ class ScoreReader:
         return after
 
     def _add(self, node: ir.Node, at: int, before: _Scores) -> _Scores:
-        return before.plus(*self._bias_and_hidden(node.inputs[1 - at]))
+        return self._plus(before, required(node.inputs[1 - at]))
 
     def _subtract(self, node: ir.Node, at: int, before: _Scores) -> _Scores | None:
         return before.plus(-self._value(node.inputs[1]), np.zeros((), dtype=bool)) if at == 0 else None
@@ -194,6 +204,29 @@ class ScoreReader:
         wide = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
         return before if node.op_type == "Identity" or node.attributes["to"].as_int() in wide else None
 
+    def _plus(self, before: _Scores, value: ir.Value) -> _Scores:
+        if before.by_token is not None or not from_tokens(self.graph, value):
+            return before.plus(*self._bias_and_hidden(value))
+        by_token = numbers_of_keys(self.graph, value)
+        if by_token is None:
+            raise refusal(self.kind, FROM_TOKENS)
+        hidden = self._hidden_beside(value, by_token)
+        return replace(before.plus(np.zeros(()), hidden), by_token=by_token, by_token_factor=1 / before.scale)
+
+    def _hidden_beside(self, value: ir.Value, by_token: ir.Value) -> np.ndarray:
+        """Where `value` [B, H, S, S], which adds `by_token` [B, G, 1, S] to scores, hides the key instead.
+
+        What leads from one to the other is evaluated for numbers that differ.
+        """
+        groups = static_dim(by_token, 1)
+        numbers = np.arange(groups * self.length, dtype=np.float32).reshape(1, groups, 1, self.length)
+        array = self._run(value, {by_token: numbers})
+        hidden = array < HIDES
+        repeated = array.shape[1] % groups == 0
+        if not repeated or not (hidden | (array == numbers.repeat(array.shape[1] // groups, axis=1))).all():
+            raise refusal(self.kind, FROM_TOKENS)
+        return hidden
+
     def _bias_and_hidden(self, value: ir.Value | None) -> tuple[np.ndarray, np.ndarray]:
         """`value`, which is added to scores, as a bias and a mask of the cells where it hides the key.
 
@@ -231,20 +264,21 @@ class ScoreReader:
 
     def _evaluate(self, value: ir.Value) -> np.ndarray:
         if value.const_value is not None:
-            array = value.const_value.numpy()
+            array = np.asarray(value.const_value.numpy())
+        elif from_tokens(self.graph, value):
+            raise refusal(self.kind, FROM_TOKENS)
         else:
-            piece = irc.extract(self.graph, list(self.graph.inputs), [value])
-            token_ids = piece.inputs[0]
-            if any(node.domain == DOMAIN for node in piece) or any(
-                use.node.op_type != "Shape" for use in token_ids.uses()
-            ):
-                raise refusal(self.kind, "adds something to its attention scores that depends on the tokens")
-            evaluator = ReferenceEvaluator(ir.serde.serialize_model(ir.Model(piece, ir_version=10)))
-            positions = np.arange(self.length, dtype=np.int64)[None]
-            feeds = zip(piece.inputs, (np.zeros_like(positions), positions), strict=True)
-            (array,) = evaluator.run(None, {str(parameter.name): array for parameter, array in feeds})  # type: ignore[assignment]
-        array = np.asarray(array)
+            array = self._run(value, {})
         return array if array.dtype in (bool, np.float32) else array.astype(np.float64)
+
+    def _run(self, value: ir.Value, given: Mapping[ir.Value, np.ndarray]) -> np.ndarray:
+        """Computes `value` for one sequence of `length` tokens from their positions and `given` values."""
+        positions = np.arange(self.length, dtype=np.int64)[None]
+        feeds = dict(zip(self.graph.inputs, (np.zeros_like(positions), positions), strict=True)) | dict(given)
+        piece = irc.extract(self.graph, list(feeds), [value])
+        evaluator = ReferenceEvaluator(ir.serde.serialize_model(ir.Model(piece, ir_version=10)))
+        (array,) = evaluator.run(None, {str(parameter.name): array for parameter, array in feeds.items()})
+        return np.asarray(array)
 
     def _rule(self, scores: _Scores, heads: int) -> ScoreRule:
         length = self.length
@@ -256,7 +290,8 @@ class ScoreReader:
         if not (hidden == hidden[:1]).all():
             raise refusal(self.kind, "masks its attention differently from head to head")
         seen = ~np.broadcast_to(hidden[0], (length, length))
-        return ScoreRule(scores.scale, self._window(seen), self._key_bias(scores.bias, seen, heads))
+        bias = self._key_bias(scores.bias, seen, heads)
+        return ScoreRule(scores.scale, self._window(seen), bias, scores.by_token, scores.by_token_factor)
 
     def _window(self, seen: np.ndarray) -> int | None:
         """The window of a mask [N, N]; None if a query sees all keys up to its position."""
