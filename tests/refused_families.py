@@ -73,8 +73,7 @@ REFUSED_ROWS: dict[str, Family] = {
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        refused="something happens outside any module",
-        costly=True,
+        refused="has no module for each decoder layer",
     ),
     "zaya": row(
         tf.ZayaConfig,

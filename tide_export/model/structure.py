@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -324,7 +325,7 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
 
     Raises:
         UnsupportedModelError: it does so to one hidden state of each token, which is left to adapters, or what it
-            computes depends on more than the last layer's states.
+            computes depends on more than the last layer's states; or the modules taken for layers are parts of them.
     """
     kind = type(model).__name__
     other = torch.tensor([[1, 2]], device=input_device(model))  # than the tokens that `ModelStructure.normalize` gives
@@ -337,6 +338,13 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
         structure = ModelStructure(backbone, layers, None, streams=last.shape[axis], stream_axis=axis, others=others)
         if _leads_to(structure, last, states):
             return structure
+    taken = {id(module): states for module, states, _ in run.calls}
+    for one, following in pairwise(layers):
+        if id(following) in taken and not _same(first_tensor(run.outputs[id(one)]), taken[id(following)]):
+            raise UnsupportedModelError(
+                f"{kind} has no module for each decoder layer: what one {type(one).__name__} gives is not what the "
+                "next takes, so it cannot be cut between layers"
+            )
     raise UnsupportedModelError(
         f"{kind}: between its last layer and its head something happens outside any module, "
         "so its final norm cannot be applied at a checkpoint (see register_adapter)"
