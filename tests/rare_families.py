@@ -76,7 +76,7 @@ RARE: dict[str, Family] = {
         tf.DogeConfig,
         WIDE,
         *("scores by token", "q/k norms"),
-        note="up to keep_window_size tokens, which attend to all before them; not with is_moe, which routes by other tokens",
+        note="up to keep_window_size tokens, which attend to all before them; not is_moe, whose experts mix tokens",
         keep_window_size=192,
     ),
     "dots1": rare(tf.Dots1Config, WIDE, "experts", "shared experts", "q/k norms", **ROUTED, first_k_dense_replace=1),
