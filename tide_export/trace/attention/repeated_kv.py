@@ -50,14 +50,15 @@ def ungrouped(value: ir.Value) -> ir.Value:
 
 
 def _repeated_last(value: ir.Value) -> ir.Value | None:
-    """The value [B, G, S, Dh] that `value` [B, G * R, S, Dh] repeats for the query heads, as transformers does."""
+    """Returns [B, G, S, Dh] that `value` [B, G * R, S, Dh] repeats after heads are transposed, if it does."""
     merge = producer(value, "Reshape")
     expand = producer(merge.inputs[0], "Expand") if merge is not None else None
     split = producer(expand.inputs[0], "Unsqueeze") if expand is not None else None
-    single = split.inputs[0] if split is not None else None
-    if expand is None or split is None or [rank(item) for item in (value, single)] != [4, 4]:
+    if expand is None or split is None:
+        return None
+    single, repeated = split.inputs[0], expand.outputs[0]
+    if [rank(item) for item in (single, split.outputs[0], repeated, value)] != [4, 5, 5, 4]:
         return None
     batch, groups, tokens, width = dims(single)
-    if dims(split.outputs[0]) != [batch, groups, 1, tokens, width]:
-        return None
-    return single if dims(expand.outputs[0])[1:2] == [groups] and dims(value)[2:] == [tokens, width] else None
+    apart = dims(split.outputs[0]) == [batch, groups, 1, tokens, width]
+    return single if apart and dims(repeated)[1] == groups and dims(value)[2:] == [tokens, width] else None

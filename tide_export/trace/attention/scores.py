@@ -29,7 +29,9 @@ FROM_TOKENS = "adds something to its attention scores that depends on the tokens
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """Causal attention as softmax(scale * (score + by_token_factor * by_token) + bias) over the keys in the window.
+    """Describes causal attention to the keys in a window.
+
+    It is softmax(scale * (score + by_token_factor * by_token) + bias).
 
     Attributes:
         scale: of the product of query and key.
