@@ -28,9 +28,9 @@ def page(machine: Mapping[str, str], results: Sequence[Mapping[str, Any]], folde
     if len(shown) < len(results):
         parts.append(f"{len(results) - len(shown)} more steps rest on steps that have not passed.")
     parts += _of_networks(folder, results)
-    if (folder / "exits.json").is_file():
-        rows = json.loads((folder / "exits.json").read_text())
-        parts += ["## A token's time by the layers it runs", _of_records(rows)]
+    for file in sorted(folder.glob("exits-*.json")):
+        title = f"## A token's time by the layers it runs: {file.stem.removeprefix('exits-')}"
+        parts += [title, _of_records(json.loads(file.read_text()))]
     parts += _of_kernels(folder)
     for file in sorted(folder.glob("batch-*.json")):
         rows = json.loads(file.read_text())

@@ -113,7 +113,7 @@ def steps(folder: Path, given: Given) -> list[Step]:
         bundles = {weights: folder / f"bundle-{weights}" for weights in WEIGHTS}
         exported = {weights: (f"export-{weights}",) for weights in WEIGHTS}
         found += [_export_step(weights, target) for weights, target in bundles.items()]
-    reference = next(iter(bundles.values()))
+    first, reference = next(iter(bundles.items()))
     for name, bundle in bundles.items():
         found += _network_steps(name, bundle, reference, folder, exported[name])
     in_cpp, times = list[Step](), list[Step]()
@@ -125,8 +125,10 @@ def steps(folder: Path, given: Given) -> list[Step]:
                 found += _engine_steps(one.name, source, bundle, exported[name], library)
                 in_cpp.append(_cpp_step(one.name, bundle, library))
                 times += _time_steps(one.name, bundle, library)
-    shape = [] if given.shape is None else [_exit_times(given.shape, folder)]
-    times = [*shape, _kernel_times(kernels, folder), *times]
+    exits = [_exit_times(first, reference, exported[first], folder)]
+    if given.shape is not None:
+        exits.append(_exit_times(SHAPE, given.shape, ("library",), folder))
+    times = [*exits, _kernel_times(kernels, folder), *times]
     return [*found, *_test_steps(plugins), *in_cpp, *times]
 
 
@@ -176,10 +178,10 @@ def _kernel_times(kernels: Path, folder: Path) -> Step:
     return Step("kernel-times", shows, times, 180, ("kernels",), (torch_on_gpu,))
 
 
-def _exit_times(shape: Path, folder: Path) -> Step:
+def _exit_times(name: str, bundle: Path, after: tuple[str, ...], folder: Path) -> Step:
     shows = "a token's time by the layers it runs, where the GPU decides and where the host does"
-    times = tool("benchmarks/gpu_exits", shape, "--json", folder / "exits.json")
-    return Step("exit-times", shows, times, 240, ("library",), (torch_on_gpu, package("onnx")))
+    times = tool("benchmarks/gpu_exits", bundle, "--json", folder / f"exits-{name}.json")
+    return Step(f"exit-times-{name}", shows, times, 240, after, (torch_on_gpu, package("onnx")))
 
 
 def _export_step(weights: str, target: Path) -> Step:
