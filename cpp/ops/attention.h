@@ -22,6 +22,7 @@ struct Attention {
   float const* bias;           // [heads, bias_stride] by position, added to scores less that of the query; null: none
   std::int64_t bias_stride;
   float const* sinks;  // [heads], scores of a key without a value; null: none
+  std::int64_t extent;  // distances from a query to a key for which it has a bias of its own; 0: none
 
   std::int64_t group() const { return heads / kv_heads; }
   std::int64_t row_bytes() const { return int8 ? head_dim + kScaleBytes : head_dim * 4; }
@@ -33,6 +34,7 @@ struct Queries {
   std::int64_t kv_head, position, count;  // position: of the first token
   float const* rows;                      // [count, width], rotated and scaled; zero after head_dim
   float* states;                          // [count, 2], between calls of `merge`
+  float const* distance_bias;             // of the first token, [.., heads, extent], added to scores
   float* output;                          // of the first token, [.., heads, head_dim]
 };
 

@@ -16,7 +16,8 @@ namespace tide_ops {
 namespace {
 
 enum Input {
-  kQuery, kKey, kValue, kKeyPages, kValuePages, kPageTable, kLengths, kStarts, kCos, kSin, kBias, kSinks, kInputs
+  kQuery, kKey, kValue, kKeyPages, kValuePages, kPageTable, kLengths, kStarts, kCos, kSin, kBias, kSinks,
+  kDistanceBias, kInputs
 };
 
 constexpr std::int64_t kPartTokens = 16;         // rotated and stored by one thread at a time
@@ -143,6 +144,10 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   if (bias.rank > 0 && (bias.rank != 2 || bias.dims[0] != a.heads || bias.dims[1] < longest)) {
     return invalid("attention: the table of biases does not fit the heads or the longest sequence");
   }
+  Tensor const& distance_bias = inputs[kDistanceBias];
+  if (!like_first(distance_bias) || (distance_bias.rank > 0 && distance_bias.dims[2] % a.heads != 0)) {
+    return invalid("attention: the biases by distance do not fit the new tokens or the heads");
+  }
 
   bool const attends = query.rank > 0, writes = packed || key.rank > 0;
   std::int64_t const shape[] = {1, tokens, attends ? size : 0};
@@ -157,6 +162,7 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   a.bias = static_cast<float const*>(bias.data);
   a.bias_stride = bias.dims[1];
   a.sinks = static_cast<float const*>(inputs[kSinks].data);
+  a.extent = distance_bias.rank > 0 ? distance_bias.dims[2] / a.heads : 0;
 
   AttentionKernel const* const of_tests = chosen;
   AttentionKernel const& kernel = of_tests == nullptr ? *attention_kernel() : *of_tests;
@@ -190,6 +196,7 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
       std::int64_t const row = sequences.starts()[i] + token;
       spans.add({sequences.pages + i * sequences.longest_table, 0, sequences.first_position(i) + token,
                  count * a.group(), queries + row * a.heads * a.width, states + 2 * row * a.heads,
+                 static_cast<float const*>(distance_bias.data) + row * a.heads * a.extent,
                  static_cast<float*>(result) + row * size});
     }
   }

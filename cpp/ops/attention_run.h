@@ -132,6 +132,7 @@ struct Span {
             std::min(rows, queries.count - row),
             queries.rows + first * a.width,
             queries.states + 2 * first,
+            queries.distance_bias + token * a.heads * a.extent,
             queries.output + token * a.heads * a.head_dim};
   }
 };

@@ -132,7 +132,7 @@ NodeOperator matmul(char const* name, std::vector<int> inputs) {
 NodeOperator attention(char const* name, int number) {
   return operator_of(
       name,
-      {kFloat, kFloat, kFloat, number, number, abi::kInt32, kInt64, kInt64, kFloat, kFloat, kFloat, kFloat},
+      {kFloat, kFloat, kFloat, number, number, abi::kInt32, kInt64, kInt64, kFloat, kFloat, kFloat, kFloat, kFloat},
       {kFloat, number, number}, 3, 6);
 }
 

@@ -1,4 +1,5 @@
-"""Values that follow from the token ids are concatenated to the hidden states before markers and split off after."""
+"""Values that follow from the token ids, or that an earlier layer computed beside its hidden states, are concatenated
+to the hidden states before markers and split off after."""
 
 import onnx_ir as ir
 import pytest
@@ -59,3 +60,40 @@ def test_a_value_that_several_layers_read_is_carried_once() -> None:
 def test_a_value_that_is_no_vector_of_numbers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"reads the token ids \(Layer\), so the model cannot be cut there"):
         CarriedStatesPass((0, 1, 2))(traced(dtype=INT64))
+
+
+def passed_on(widths_of_layers: tuple[int, ...]) -> ir.Model:
+    """Layers that each make a value of a width beside their states, which the next one adds to its own."""
+    ids, nodes = typed_value("ids", INT64, ["b", "s"]), list[ir.Node]()
+
+    def op(op_type: str, *inputs: ir.Value, width: int, layer: int | None = None) -> ir.Value:
+        attributes = {} if layer is None else {"layer": layer}
+        node = ir.node(op_type, list(inputs), attributes=attributes, domain="" if layer is None else DOMAIN)
+        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(FLOAT), ir.Shape(["b", "s", width])
+        node.outputs[0].name = f"value_{len(nodes)}"
+        nodes.append(node)
+        return node.outputs[0]
+
+    x, beside = op("Embed", ids, width=6), list[ir.Value]()
+    for layer, width in enumerate(widths_of_layers):
+        x = op(OP_CHECKPOINT, x, width=6, layer=layer)
+        beside = [op("Beside", x, *beside, width=width)]
+        x = op("Layer", x, *beside, width=6)
+    x = op(OP_CHECKPOINT, x, width=6, layer=len(widths_of_layers))
+    graph = ir.Graph([ids], [x], nodes=nodes, opset_imports={"": 23, DOMAIN: 1}, name="traced")
+    return ir.Model(graph, ir_version=10)
+
+
+def test_what_a_layer_passes_on_beside_its_states_is_carried_to_the_next() -> None:
+    model = passed_on((2, 2, 5))
+    CarriedStatesPass((0, 1, 2, 3))(model)
+    assert widths(model) == [6, 6 + 2, 6 + 2, 6]
+    for layer in nodes_of(model.graph, "Beside")[1:]:
+        hidden, passed = layer.inputs
+        assert hidden.producer() is passed.producer()
+        assert hidden.producer().op_type == "Split"
+
+
+def test_values_of_other_widths_after_another_checkpoint_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"later layers read more .*, so the model cannot be cut there"):
+        CarriedStatesPass((0, 1, 2, 3))(passed_on((2, 4, 5)))

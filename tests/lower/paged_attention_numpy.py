@@ -106,9 +106,11 @@ def expected(case: Case) -> list[np.ndarray]:
     stored = [] if case.form == Form.READING else [key_pages, value_pages]
     if query is None:
         return [np.zeros((1, tokens, 0), np.float32), *stored]
+    bias = given.get("distance_bias")
+    distances = [None] * tokens if bias is None else bias[0]
     output = [
-        _attend(case, query[0, token].reshape(case.num_heads, -1), key_pages, value_pages, table[r], position)
-        for token, (r, position) in enumerate(where)
+        _attend(case, query[0, n].reshape(case.num_heads, -1), distances[n], key_pages, value_pages, table[r], position)
+        for n, (r, position) in enumerate(where)
     ]
     return [np.array(output, np.float32).reshape(1, tokens, case.num_heads * case.head_dim), *stored]
 
@@ -122,7 +124,13 @@ def _apart(case: Case) -> list[np.ndarray | None]:
 
 
 def _attend(
-    case: Case, queries: np.ndarray, key_pages: np.ndarray, value_pages: np.ndarray, table: np.ndarray, position: int
+    case: Case,
+    queries: np.ndarray,
+    distances: np.ndarray | None,
+    key_pages: np.ndarray,
+    value_pages: np.ndarray,
+    table: np.ndarray,
+    position: int,
 ) -> np.ndarray:
     queries = _rotated(case, queries, position).astype(np.float64)
     size, window = key_pages.shape[2], case.attributes.get("local_window_size", -1)
@@ -139,6 +147,9 @@ def _attend(
             scores = np.tanh(scores / cap) * cap
         if (bias := case.inputs.get("bias")) is not None:
             scores += bias[head, list(seen)] - bias[head, position]
+        if distances is not None:
+            by_distance = distances.reshape(case.num_heads, -1)[head][: len(seen)]
+            scores[len(seen) - len(by_distance) :] += by_distance[::-1]
         sink = np.exp(case.inputs["sinks"][head] - scores.max()) if "sinks" in case.inputs else 0
         weights = np.exp(scores - scores.max())
         outputs.append(weights / (weights.sum() + sink) @ rows[1])

@@ -16,6 +16,7 @@ from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
 
 LONGEST = 1100  # rows of the tables
 TYPES = {"page_table": INT32, "lengths": INT64, "starts": INT64}
+BY_TOKEN = ("query", "key", "value", "distance_bias")
 NEW = {Form.READING: ("query",), Form.STORING: ("key", "value")}  # inputs; else all three
 
 
@@ -32,6 +33,7 @@ class Node:
     starts: bool = True
     bias: bool = False
     sinks: bool = False
+    extent: int = 0  # distances that have a bias
     window: int = -1
     softcap: float = 0.0
     scale: float = 0.0
@@ -65,7 +67,7 @@ class Node:
 def session(node: Node, names: tuple[str, ...], threads: int = 1) -> ort.InferenceSession:
     """The operator, with inputs of these names, which need not fit each other."""
     page = ir.DataType.INT8 if node.int8 else FLOAT
-    ranks = dict.fromkeys(("query", "key", "value", "output"), 3) | dict.fromkeys(("lengths", "starts", "sinks"), 1)
+    ranks = dict.fromkeys((*BY_TOKEN, "output"), 3) | dict.fromkeys(("lengths", "starts", "sinks"), 1)
 
     def value(name: str) -> ir.Value:
         pages = name.endswith("pages")
@@ -123,6 +125,7 @@ class Text:
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
+    distance_bias: np.ndarray  # [tokens, heads, extent]
     past_key: np.ndarray  # as they would have been stored before: rotated
     past_value: np.ndarray
 
@@ -131,10 +134,12 @@ def texts(node: Node, lengths: list[int], seed: int) -> list[Text]:
     """Random sequences."""
     rng = np.random.default_rng(seed)
 
-    def heads(length: int, count: int) -> np.ndarray:
-        return rng.standard_normal((length, count, node.head_dim), dtype=np.float32)
+    def text(length: int) -> Text:
+        sizes = [(node.heads, node.head_dim), *[(node.kv_heads, node.head_dim)] * 4, (node.heads, node.extent)]
+        query, key, value, *past, bias = (rng.standard_normal((length, *size), dtype=np.float32) for size in sizes)
+        return Text(query, key, value, bias, *past)
 
-    return [Text(heads(length, node.heads), *(heads(length, node.kv_heads) for _ in range(4))) for length in lengths]
+    return [text(length) for length in lengths]
 
 
 def inputs_of(node: Node, sequences: list[Text], counts: list[int], page_tokens: int, seed: int = 0) -> Arrays:
@@ -162,12 +167,13 @@ def inputs_of(node: Node, sequences: list[Text], counts: list[int], page_tokens:
 
     def new(kind: str) -> np.ndarray:
         rows = [getattr(text, kind)[len(text.query) - count :] for text, count in zip(sequences, counts, strict=True)]
-        heads = node.heads if kind == "query" else node.kv_heads
-        return np.concatenate(rows).reshape(1, sum(counts), heads * node.head_dim)
+        return np.concatenate(rows).reshape(1, sum(counts), np.prod(rows[0].shape[1:]))
 
     inputs = {name: new(name) for name in NEW.get(node.form, INPUTS[:3])}
     if node.form == Form.PACKED:
         inputs = {"query": np.concatenate(list(inputs.values()), -1)}
+    if node.extent:
+        inputs["distance_bias"] = new("distance_bias")
     inputs |= {"key_pages": pools["key"], "value_pages": pools["value"], "page_table": table}
     inputs["lengths"] = np.array(lengths, np.int64)
     if node.starts:
@@ -180,7 +186,7 @@ def one_by_one(node: Node, text: Text, count: int, page_tokens: int) -> np.ndarr
     inputs = inputs_of(node, [text], [count], page_tokens)
     rows = []
     for token in range(count):
-        step = {name: inputs[name][:, token : token + 1] for name in ("query", "key", "value") if name in inputs}
+        step = {name: inputs[name][:, token : token + 1] for name in BY_TOKEN if name in inputs}
         step["lengths"] = np.array([len(text.query) - count + token + 1], np.int64)
         if node.starts:
             step["starts"] = np.array([0, 1], np.int64)

@@ -49,6 +49,7 @@ def runs(draw: st.DrawFn) -> tuple[Node, list[int], list[int], int, int]:
         starts=starts,
         bias=draw(st.booleans()),
         sinks=draw(st.booleans()),
+        extent=draw(st.sampled_from([0, 0, 1, 9, 300])),
         window=draw(st.sampled_from([-1, 1, 7, 100, 300])),
         softcap=draw(st.sampled_from([0.0, 3.0])),
         scale=draw(st.sampled_from([0.0, 0.3])),
@@ -99,7 +100,8 @@ def test_random_runs_are_as_the_function_defines_them(
 NODES = [
     Node(heads=9, kv_heads=3, head_dim=64, rotation="halves"),
     Node(form=Form.PACKED, heads=8, kv_heads=2, head_dim=128, rotation="pairs", bias=True, sinks=True, window=300),
-    Node(heads=7, kv_heads=1, head_dim=40, softcap=3.0, window=90),
+    Node(heads=7, kv_heads=1, head_dim=40, softcap=3.0, window=90, extent=60),
+    Node(form=Form.PACKED, heads=8, kv_heads=2, extent=290),
     Node(form=Form.READING, heads=6, kv_heads=3, head_dim=32, rotation="halves", sinks=True),
     Node(form=Form.APART, heads=40, kv_heads=1, head_dim=16, bias=True),  # more queries of a token than of a task
 ]
@@ -223,12 +225,14 @@ STARTS = "the sequences' starts do not ascend from 0 to the number of new tokens
         ({"sin": None}, "the tables of the rotation do not fit the heads or the longest sequence"),
         ({"bias": (4, 19)}, "the table of biases does not fit the heads or the longest sequence"),
         ({"bias": (1, 30)}, "the table of biases does not fit the heads or the longest sequence"),
+        ({"distance_bias": (1, 4, 12)}, "the biases by distance do not fit the new tokens or the heads"),
+        ({"distance_bias": (1, 5, 11)}, "the biases by distance do not fit the new tokens or the heads"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_written(
     operator_library: Path, change: dict, message: str, int8: bool
 ) -> None:
-    node = Node(int8=int8, rotation="halves", bias=True, sinks=True)
+    node = Node(int8=int8, rotation="halves", bias=True, sinks=True, extent=3)
     inputs = inputs_of(node, texts(node, [20, 9], 3), [4, 1], 8)
     if not int8:
         change = {n: (*to[:-1], to[-1] - 4) if n.endswith("pages") else to for n, to in change.items()}

@@ -63,6 +63,7 @@ def case_of(
         "rotation": {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)},
         "bias": {"bias": normal(HEADS, 16)},
         "sinks": {"sinks": normal(HEADS)},
+        "distance_bias": {"distance_bias": normal(1, tokens, HEADS * 5)},
     }
     for option in options:
         inputs |= given[option]
@@ -116,7 +117,7 @@ def test_a_sequence_is_the_same_alone() -> None:
     together, starts = run(case)[0], case.inputs["starts"]
     for r, (_, count) in enumerate(RAGGED):
         new = slice(starts[r], starts[r] + count)
-        part = {name: case.inputs[name][:, new] for name in ("query", "key", "value")}
+        part = {name: case.inputs[name][:, new] for name in ("query", "key", "value", "distance_bias")}
         part |= {name: case.inputs[name][r : r + 1] for name in ("page_table", "lengths")}
         inputs = {**case.inputs, **part}
         del inputs["starts"]

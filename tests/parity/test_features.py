@@ -78,6 +78,7 @@ OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
     "project_in and project_out": ("opt (350m)", set_weights("project_out", 0.0)),
     "ALiBi": ("falcon (ALiBi)", set_config(alibi=False)),
     "per-layer embeddings": ("gemma4 (text)", set_weights("per_layer_projection.weight", 0.0)),
+    "biases by distance": ("inkling (text)", set_weights("rel_logits_proj.proj", 0.0)),
     "norms after": ("olmo2", set_weights("post_attention_layernorm", 1.0)),
     "scores by token": ("doge", set_weights("self_attn.A", 0.0)),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import build
 
-from tide_export.errors import TraceError
+from tide_export.errors import TraceError, UnsupportedModelError
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace import tracer
 from tide_export.trace.tracer import trace
@@ -29,3 +29,11 @@ def test_a_lost_marker_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracer, "_markers", lambda source, bounds: real(source, (0, *bounds[2:])))
     with pytest.raises(TraceError, match=r"checkpoints \[0, 2, 3, 4\] instead of \[0, 1, 2, 3, 4\]"):
         trace(build("llama"), (1, 2))
+
+
+def test_a_position_bias_that_is_not_by_distance_is_refused() -> None:
+    source = build("inkling (text)")
+    for layer in source.structure.layers:
+        layer.self_attn.rel_logits_proj.rel_extent = torch.tensor(8)  # so that it is not known what the bias means
+    with pytest.raises(UnsupportedModelError, match="InklingAttention attends with a position bias, which cannot be"):
+        trace(source, (1, 2))

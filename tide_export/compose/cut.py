@@ -163,8 +163,8 @@ def layer_of(node: ir.Node) -> int:
 
 
 def attention_inputs(attention: ir.Node) -> list[ir.Value | None]:
-    """Query, key, value, sinks and bias of a traced TideAttention; None where it has none."""
-    return [*attention.inputs, None, None, None, None][:5]
+    """Query, key, value, sinks, bias and bias by distance of a TideAttention; None where it has none."""
+    return [*attention.inputs, None, None, None, None, None][:6]
 
 
 def sinks_and_bias(attention: ir.Node) -> list[ir.Value | None]:
@@ -172,7 +172,7 @@ def sinks_and_bias(attention: ir.Node) -> list[ir.Value | None]:
 
     Both are float32, None if absent.
     """
-    return attention_inputs(attention)[3:]
+    return attention_inputs(attention)[3:5]
 
 
 def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:

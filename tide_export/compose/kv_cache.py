@@ -20,10 +20,10 @@ def attend_from_cache(nodes: Sequence[ir.Node], cache: Cache, positions: Sequenc
 
     The cache is buffers or pages; returns the written values.
 
-    Its inputs become query, key, value, cached keys, cached values, `positions`, sinks and bias (the last two may be
-    absent); its outputs the attention's result, and keys and values with the new ones. One that shares an earlier
-    layer's keys and values has none of its own: its inputs are that layer's, the new tokens in them, its output the
-    result.
+    Its inputs become query, key, value, cached keys, cached values, `positions`, sinks and bias (which may be absent),
+    and the bias by distance if there is one; its outputs the attention's result, and keys and values with the new ones.
+    One that shares an earlier layer's keys and values has none of its own: its inputs are that layer's, the new tokens
+    in them, its output the result.
 
     Args:
         cache: of layers in other segments as it is after those have run.
@@ -33,8 +33,10 @@ def attend_from_cache(nodes: Sequence[ir.Node], cache: Cache, positions: Sequenc
     for node in filter(is_attention, nodes):
         layer = node.attributes.get_int(KV_LAYER, layer_of(node))
         cached = [written.get((layer, kind), cache[layer, kind]) for kind in KINDS]
-        *tokens, sinks, bias = attention_inputs(node)
-        inputs = [*tokens, *cached, *positions, sinks, bias]
+        query, key, value, sinks, bias, distance_bias = attention_inputs(node)
+        inputs = [query, key, value, *cached, *positions, sinks, bias]
+        if distance_bias is not None:
+            inputs.append(distance_bias)
         node.resize_inputs(len(inputs))
         for index, value in enumerate(inputs):
             node.replace_input_with(index, value)

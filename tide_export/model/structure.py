@@ -210,17 +210,19 @@ class _Run:
 
     Attributes:
         calls: module, input and output of every call with a tensor for both, in order.
+        others: module and tensor of every input of these calls but the first.
         counts: how often each module was called, by id.
         outputs: the last output of each module, by id.
     """
 
     calls: list[tuple[nn.Module, torch.Tensor, torch.Tensor]]
+    others: list[tuple[nn.Module, torch.Tensor]]
     counts: Counter[int]
     outputs: dict[int, Any]
 
 
 def _watch(model: PreTrainedModel, ids: torch.Tensor | None = None) -> _Run:
-    run = _Run([], Counter(), {})
+    run = _Run([], [], Counter(), {})
 
     def record(module, args, output):
         run.counts[id(module)] += 1
@@ -228,6 +230,7 @@ def _watch(model: PreTrainedModel, ids: torch.Tensor | None = None) -> _Run:
         tensor = first_tensor(output)
         if args and isinstance(args[0], torch.Tensor) and isinstance(tensor, torch.Tensor):
             run.calls.append((module, args[0], tensor))
+            run.others += [(module, other) for other in args[1:] if isinstance(other, torch.Tensor)]
 
     with ExitStack() as hooks, torch.no_grad():
         for module in model.modules():
@@ -338,6 +341,12 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
         structure = ModelStructure(backbone, layers, None, streams=last.shape[axis], stream_axis=axis, others=others)
         if _leads_to(structure, last, states):
             return structure
+    reader = next((module for module, other in run.others if _same(other, last)), None)
+    if reader is not None:
+        raise UnsupportedModelError(
+            f"{kind}: its {type(reader).__name__} between its last layer and its head reads more than the last layer's "
+            "hidden states, so it cannot be applied at a checkpoint"
+        )
     taken = {id(module): states for module, states, _ in run.calls}
     for one, following in pairwise(layers):
         if id(following) in taken and not _same(first_tensor(run.outputs[id(one)]), taken[id(following)]):

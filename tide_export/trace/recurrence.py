@@ -39,7 +39,7 @@ from tide_export.trace.running_layer import RUNNING
 from tide_export.trace.symbolic import symbolic
 
 NORM_EPSILON = 1e-6  # of the delta rule's queries and keys
-STATEFUL_LAYERS = ("linear", "conv", "mamba", "recurrent")  # parts of the names of layer types in configs
+STATEFUL_LAYERS = ("linear", "conv", "mamba", "recurrent", "hybrid")  # parts of the names of layer types in configs
 
 
 def keeps_state(source: SourceModel) -> bool:
@@ -104,8 +104,10 @@ def _replaced(model: PreTrainedModel) -> Iterator[tuple[Any, str, Callable]]:
     functions, methods, convolve = _replacements(_Numbers())
     for code in _code(model):
         yield from ((code, name, functions[name]) for name in functions if name in vars(code))
-    for kind in {type(module) for module in model.modules()}:
-        yield from ((kind, name, function) for mark, name, function in methods if mark in vars(kind))
+    for kind, module in {type(module): module for module in model.modules()}.items():
+        yield from (
+            (kind, name, function) for mark, name, function in methods if mark in vars(kind) or mark in module._modules
+        )
     for module in model.modules():
         if isinstance(module, nn.Conv1d) and _sees_the_past(module):
             yield module, "forward", partial(convolve, module)
@@ -123,8 +125,8 @@ def _sees_the_past(conv: nn.Conv1d) -> bool:
 def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[str, str, Callable]], Callable]:
     """Returns the replacements by name.
 
-    Functions of transformers are named by themselves, methods by one of their class and their own, a convolution by its
-    forward.
+    Functions of transformers are named by themselves, methods by one of their class, or a submodule, and their own, a
+    convolution by its forward.
     """
 
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
@@ -189,6 +191,28 @@ def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[st
         output = recurrence(query, key, value, decay).to(hidden_states.dtype).flatten(2)
         return self.out_proj(self.output_gate(hidden_states).sigmoid() * self.norm(output)), None
 
+    def delayed(tokens, by, before=None):
+        """Returns the `tokens` [B, S, D] that came so many before each; `before` the first, zeros or [D]."""
+        weight = torch.zeros((tokens.shape[-1], by + 1), device=tokens.device)
+        weight[:, 0] = 1
+        states = (tokens if before is None else tokens - before).transpose(1, 2)
+        output = causal_conv1d_fn(states, weight).transpose(1, 2)
+        return output if before is None else output + before
+
+    def compressed_attention(self, hidden_states, *_, **__):
+        """Computes queries, keys and values [B, S, heads, D] by convolutions of queries and keys (ZAYA)."""
+        split = partial(torch.split, split_size_or_sections=[self.num_attention_heads, self.num_key_value_heads], dim=2)
+        tokens = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], -1)
+        window = torch.stack([*(delayed(tokens, by) for by in range(self.conv_kernel_size, 0, -1)), tokens], -1)
+        mixed = self.conv_qk_grouped(self.conv_qk_depthwise(window.flatten(0, 1))).view(tokens.shape)
+        query, key = split(tokens.unflatten(-1, (-1, self.head_dim)))
+        query = (query + key.repeat_interleave(self.num_key_value_groups, 2)) * 0.5
+        key = query.unflatten(2, (-1, self.num_key_value_groups)).mean(3)
+        mixed_query, mixed_key = split(mixed.unflatten(-1, (-1, self.head_dim)))
+        before = delayed(self.v_proj_delayed(hidden_states), 1, self.v_proj_delayed.bias)
+        value = torch.cat([self.v_proj_current(hidden_states), before], -1).unflatten(-1, (-1, self.head_dim))
+        return mixed_query + query, mixed_key + key, value
+
     def convolve(conv, hidden_states):
         return causal_conv1d_fn(hidden_states, conv.weight.squeeze(1), conv.bias)
 
@@ -200,7 +224,11 @@ def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[st
         "mamba_selective_scan": mamba_selective_scan,
     }
     methods: list[tuple[str, str, Callable]]
-    methods = [("_rnn_scan", "_rnn_scan", scan_of_units), ("decay_factors", "forward", lightning_attention)]
+    methods = [
+        ("_rnn_scan", "_rnn_scan", scan_of_units),
+        ("decay_factors", "forward", lightning_attention),
+        ("conv_qk_grouped", "forward", compressed_attention),
+    ]
     return functions, methods, convolve
 
 

@@ -1,10 +1,11 @@
 """Adds to each token's state whatever else later layers read of the token.
 
-So only segment 0 reads token ids.
+So only segment 0 reads token ids, and no segment what an earlier one computed.
 
 Runs on the trace before it is cut. A layer may read values that follow from the token ids alone, such as its slice of a
-second embedding. A pending token's id is not there when a later segment runs, so these values are concatenated to the
-hidden states before every marker and split off after it.
+second embedding, or that an earlier layer computed beside its hidden states, such as a router's state. Neither is there
+when a later segment runs on pending tokens, so these values are concatenated to the hidden states before the markers
+and split off after them.
 """
 
 from collections.abc import Sequence
@@ -27,12 +28,12 @@ class CarriedStatesPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Raises UnsupportedModelError where such a value is no vector of numbers per token."""
-        reads = _reads_of_ids(model.graph, self.depth)
-        after_checkpoints = [read for read in reads if self.checkpoints and read.layer >= self.checkpoints[0]]
+        reads = _reads(model.graph, self.depth)
+        self._require_one_width(reads)
         current = {read.value: read.value for read in reads}  # each value as it was split off last
         for marker in nodes_of(model.graph, OP_CHECKPOINT, DOMAIN) if reads else ():
             layer = marker.attributes["layer"].as_int()
-            carried = list(dict.fromkeys(read.value for read in (reads if layer == self.first else after_checkpoints)))
+            carried = self._carried(reads, layer)
             if carried and layer < self.depth:
                 current |= dict(
                     zip(carried, _carry(model.graph, marker, [current[value] for value in carried]), strict=True)
@@ -43,6 +44,27 @@ class CarriedStatesPass(ir.passes.InPlacePass):
         if reads:
             model.graph.sort()  # what is carried from the embedding on may have been computed later
         return ir.passes.PassResult(model, modified=bool(reads))
+
+    def _carried(self, reads: Sequence["_Read"], layer: int) -> list[ir.Value]:
+        """Returns the values that the marker `layer` carries.
+
+        Those of token ids are carried on to the last checkpoint, so that states have one width.
+        """
+
+        def carries(read: _Read) -> bool:
+            if read.since is not None:
+                return read.since < layer <= read.layer
+            return layer == self.first or (bool(self.checkpoints) and read.layer >= self.checkpoints[0])
+
+        return list(dict.fromkeys(read.value for read in reads if carries(read)))
+
+    def _require_one_width(self, reads: Sequence["_Read"]) -> None:
+        widths = {sum(static_dim(value, -1) for value in self._carried(reads, layer)) for layer in self.checkpoints}
+        if len(widths) > 1:
+            raise UnsupportedModelError(
+                "later layers read more numbers of a token, beside its hidden states, after one checkpoint than after "
+                "another, so the model cannot be cut there"
+            )
 
 
 def uncarried(marker: ir.Node) -> dict[ir.Value, ir.Value]:
@@ -59,15 +81,19 @@ def uncarried(marker: ir.Node) -> dict[ir.Value, ir.Value]:
 
 @dataclass(frozen=True)
 class _Read:
-    """Names a node's input after the marker `layer` that follows from the token ids alone."""
+    """Names a node's input after the marker `layer` that does not come from the hidden states there.
+
+    It follows from the token ids alone, or was computed after the marker `since`.
+    """
 
     node: ir.Node
     index: int
     value: ir.Value
     layer: int
+    since: int | None = None
 
 
-def _reads_of_ids(graph: ir.Graph, depth: int) -> list[_Read]:
+def _reads(graph: ir.Graph, depth: int) -> list[_Read]:
     token_ids = graph.inputs[0]
     from_ids, layers = {token_ids}, dict[ir.Value, int]()  # values after a marker, with the last marker before them
     reads = []
@@ -84,17 +110,18 @@ def _reads_of_ids(graph: ir.Graph, depth: int) -> list[_Read]:
         if node.op_type != "Shape":
             layers |= dict.fromkeys(node.outputs, layer)
         for index, value in enumerate(node.inputs):
-            if value is not None and value in from_ids and layer < depth:
-                _require_vectors(value, token_ids, node)
+            if value is None or layer >= depth:
+                continue
+            vectors = rank(value) == 3 and value.dtype == FLOAT and dims(value)[:2] == dims(token_ids)
+            if value in from_ids and not vectors:
+                raise UnsupportedModelError(
+                    f"a layer after a checkpoint reads the token ids ({node.op_type}), so the model cannot be cut there"
+                )
+            if value in from_ids:
                 reads.append(_Read(node, index, value, layer))
+            elif layers.get(value, layer) < layer and vectors:
+                reads.append(_Read(node, index, value, layer, layers[value]))
     return reads
-
-
-def _require_vectors(value: ir.Value, token_ids: ir.Value, reader: ir.Node) -> None:
-    if rank(value) != 3 or value.dtype != FLOAT or dims(value)[:2] != dims(token_ids):
-        raise UnsupportedModelError(
-            f"a layer after a checkpoint reads the token ids ({reader.op_type}), so the model cannot be cut there"
-        )
 
 
 def _carry(graph: ir.Graph, marker: ir.Node, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:

@@ -24,6 +24,7 @@ from tide_export.graph.rewriting import (
     replace_value,
     require_arity,
     required,
+    static_dim,
 )
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_PAGED_ATTENTION
 
@@ -32,7 +33,7 @@ class PagedAttentionPass(ir.passes.InPlacePass):
     """Replaces every node, whose inputs are those that `compose` gives it.
 
     They are query, key and value, of which some may be absent; key pages, value pages, page table, lengths, starts or
-    none, sinks or none, and a bias by head and key position or none.
+    none, sinks or none, a bias by head and key position or none, and a bias by distance if there is one.
     """
 
     def __init__(self, kv_cache: str):
@@ -41,7 +42,7 @@ class PagedAttentionPass(ir.passes.InPlacePass):
         self.op_type = OP_PAGED_ATTENTION[kv_cache]
 
     def requires(self, model: ir.Model) -> None:
-        require_arity(model, OP_ATTENTION, inputs=[10], outputs=[1, 3])
+        require_arity(model, OP_ATTENTION, inputs=[10, 11], outputs=[1, 3])
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = nodes_of(model.graph, OP_ATTENTION, DOMAIN)
@@ -54,7 +55,7 @@ class PagedAttentionPass(ir.passes.InPlacePass):
 
 
 def _lower(graph: ir.Graph, node: ir.Node, op_type: str) -> None:
-    query, key, value, *pages, table, lengths, starts, sinks, bias = node.inputs
+    query, key, value, *pages, table, lengths, starts, sinks, bias, distance_bias = [*node.inputs, None][:11]
     heads, kv_heads, head_dim = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads", "head_dim"))
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": node.attributes["scale"].as_float()}
     if "window" in node.attributes:
@@ -71,7 +72,9 @@ def _lower(graph: ir.Graph, node: ir.Node, op_type: str) -> None:
         item and _flat(graph, node, item, count * head_dim, suffix)
         for item, count, suffix in ((query, heads, "_q"), (key, kv_heads, "_k"), (value, kv_heads, "_v"))
     ]
-    inputs += [*pages, table, lengths, starts, *tables, bias, sinks]
+    if distance_bias is not None:
+        distance_bias = _flat(graph, node, distance_bias, heads * static_dim(distance_bias, -1), "_distances")
+    inputs += [*pages, table, lengths, starts, *tables, bias, sinks, distance_bias]
     while inputs[-1] is None:
         inputs.pop()
     old = node.outputs[0]

@@ -28,11 +28,11 @@ from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
 
 INPUTS = (
     *("query", "key", "value", "key_pages", "value_pages", "page_table", "lengths"),
-    *("starts", "cos", "sin", "bias", "sinks"),
+    *("starts", "cos", "sin", "bias", "sinks", "distance_bias"),
 )
 OUTPUTS = ("output", "new_key_pages", "new_value_pages")  # of what only reads, the first
 PAGES = (3, 4)  # inputs
-OPTIONAL = ("starts", "rotation", "bias", "sinks")  # inputs; cos and sin are the rotation
+OPTIONAL = ("starts", "rotation", "bias", "sinks", "distance_bias")  # inputs; cos and sin are the rotation
 
 
 class Form(enum.StrEnum):
@@ -84,7 +84,7 @@ def form_of(node: ir.Node) -> Form:
 
 def options_of(node: ir.Node) -> list[str]:
     """Which of `OPTIONAL` a node has."""
-    given = [value is not None for value in [*node.inputs, *[None] * len(INPUTS)][7:12]]
+    given = [value is not None for value in [*node.inputs, *[None] * len(INPUTS)][7:13]]
     return [name for name, has in zip(OPTIONAL, (given[0], given[1], *given[3:]), strict=True) if has]
 
 
@@ -139,7 +139,8 @@ def _body(int8: bool, form: Form, options: Collection[str]) -> Iterator[str]:
     yield _GATHER.format("value")
     yield _DECODE if int8 else "keys = Identity (key_read)  values = Identity (value_read)"
     yield _SCORE
-    yield _BIAS if "bias" in options else "biased = Identity (capped)"
+    yield _BIAS if "bias" in options else "biased_by_key = Identity (capped)"
+    yield _DISTANCE_BIAS if "distance_bias" in options else "biased = Identity (biased_by_key)"
     yield _HIDE
     yield _WEIGH_WITH_SINKS if "sinks" in options else "weights = Softmax <axis = -1> (scores)"
     yield _OUTPUT
@@ -244,6 +245,7 @@ _READ = """
     first_int32 = Cast <to = 6> (first)
     table = Where (needed, page_table_read, first_int32)
     filled = Less (places, length_column)
+    position_column = Unsqueeze (position, one)  distance = Sub (position_column, places)
     value_axes = Constant <value_ints = [1, 3]> ()
     filled_rows = Unsqueeze (filled, value_axes)
     N_read = Shape <end = 1> (table)  read_shape = Concat <axis = 0> (N_read, KV, L, W)
@@ -282,13 +284,26 @@ _BIAS = """
     by_query = Transpose <perm = [1, 0]> (at_queries)
     bias_of_queries = Reshape <allowzero = 1> (by_query, queries_shape)
     relative = Sub (bias_of_keys, bias_of_queries)
-    biased = Add (capped, relative)
+    biased_by_key = Add (capped, relative)
+"""
+
+# The numbers [1, N, H E] of the queries' heads, by distance; none beyond these E distances.
+_DISTANCE_BIAS = """
+    bias_width = Shape <start = 2> (distance_bias)  E = Div (bias_width, H)
+    by_distance_shape = Concat <axis = 0> (N, KV, G, E)
+    by_distance = Reshape <allowzero = 1> (distance_bias, by_distance_shape)
+    no_bias_shape = Concat <axis = 0> (N, KV, G, one)  no_bias = ConstantOfShape (no_bias_shape)
+    with_none = Concat <axis = -1> (by_distance, no_bias)
+    ahead = Less (distance, zero)  beyond = GreaterOrEqual (distance, E)  outside = Or (ahead, beyond)
+    bounded = Where (outside, E, distance)
+    group_axes = Constant <value_ints = [1, 2]> ()  bounded_of_group = Unsqueeze (bounded, group_axes)
+    wanted_distances = Concat <axis = 0> (N, KV, G, L)  distances = Expand (bounded_of_group, wanted_distances)
+    bias_by_distance = GatherElements <axis = -1> (with_none, distances)
+    biased = Add (biased_by_key, bias_by_distance)
 """
 
 _HIDE = """
-    position_column = Unsqueeze (position, one)
     reached = LessOrEqual (places, position_column)
-    distance = Sub (position_column, places)
     given_window = Constant <value_int: int = @local_window_size> ()
     no_window = LessOrEqual (given_window, first)
     window = Where (no_window, last, given_window)

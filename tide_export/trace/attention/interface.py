@@ -2,7 +2,8 @@
 
 `transformers` lets a named function compute attention (`AttentionInterface`) and the mask (`AttentionMaskInterface`).
 This one emits a `tide::TideAttention` node: rotated query [B, H, S, Dh], unrepeated key and value [B, H_kv, S, Dh], and
-a sink logit per head [H] where the model has them -> [B, S, H, Dh]; causal by definition. `compose` connects the node
+where the model has them a sink logit per head [H] and biases by distance [B, H, S, R] -> [B, S, H, Dh]; causal by
+definition. `compose` connects the node
 to its K/V cache, `lower` replaces it by the target's attention. A model that never calls the interface emits no node,
 and `tracer` refuses it.
 """
@@ -20,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.attention import attention_implementation, does_not_use_interface
 from tide_export.names.operators import OP_ATTENTION
+from tide_export.trace.attention.distances import by_distance
 from tide_export.trace.attention.indexed import chosen_keys, without_indexers
 from tide_export.trace.attention.masks import Mask, refuse_additions
 from tide_export.trace.running_layer import RUNNING
@@ -43,7 +45,7 @@ def symbolic_attention(model: PreTrainedModel, masks: Sequence[Mask | None]) -> 
     AttentionInterface.register(IMPLEMENTATION, emitter(masks))
     mask = Mask("causal") if chosen_keys(model) else None  # indexers slice it
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: mask)
-    with attention_implementation(model, IMPLEMENTATION), without_indexers(model):
+    with attention_implementation(model, IMPLEMENTATION), without_indexers(model), by_distance(model):
         yield
 
 
@@ -59,9 +61,10 @@ def emitter(masks: Sequence[Mask | None]) -> Callable:
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        refuse_additions(module, kwargs)
+        refuse_additions(module, {"position_bias": position_bias, **kwargs})
         batch, heads, length, query_dim = query.shape
         value_dim = value.shape[-1]
         # One width for all three: zeros in queries and keys add nothing to a product, those in values are sliced off.
@@ -84,7 +87,9 @@ def emitter(masks: Sequence[Mask | None]) -> Callable:
             attributes["window"] = mask.size
         if softcap:
             attributes["softcap"] = float(softcap)
-        inputs = [query, key, value] if s_aux is None else [query, key, value, s_aux]
+        inputs = [query, key, value, s_aux, None, position_bias]
+        while inputs[-1] is None:
+            inputs.pop()
         output = symbolic(OP_ATTENTION, inputs, attributes, (batch, length, heads, head_dim))
         return output[..., :value_dim] if value_dim < head_dim else output, None
 

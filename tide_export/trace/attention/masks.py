@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from tide_export.errors import TideError, UnsupportedModelError
 from tide_export.model.attention import attention_implementation
 from tide_export.model.structure import input_device
+from tide_export.trace.attention.distances import biases_by_distance
 from tide_export.trace.attention.indexed import without_indexers
 
 IMPLEMENTATION = "tide_export_masks"
@@ -121,12 +122,12 @@ def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
 
 
 def refuse_additions(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Checks that `arguments` of an attention function change scores by the mask alone.
+    """Checks that `arguments` of an attention function add a mask and a bias by distance alone.
 
     Raises UnsupportedModelError.
     """
     for name, feature in _ADDITIONS.items():
-        if arguments.get(name) is not None:
+        if arguments.get(name) is not None and not (name == "position_bias" and biases_by_distance(module)):
             raise UnsupportedModelError(f"{type(module).__name__} attends with {feature}, which cannot be exported yet")
 
 
