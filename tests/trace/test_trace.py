@@ -7,6 +7,7 @@ from families import build
 from tide_export.errors import TraceError, UnsupportedModelError
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace import tracer
+from tide_export.trace.attention.masks import refuse_additions
 from tide_export.trace.tracer import trace
 
 
@@ -37,3 +38,8 @@ def test_a_position_bias_that_is_not_by_distance_is_refused() -> None:
         layer.self_attn.rel_logits_proj.rel_extent = torch.tensor(8)  # so that it is not known what the bias means
     with pytest.raises(UnsupportedModelError, match="InklingAttention attends with a position bias, which cannot be"):
         trace(source, (1, 2))
+
+
+def test_sinks_that_each_token_computes_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="Linear attends with sinks of each token, which cannot be"):
+        refuse_additions(torch.nn.Linear(1, 1), {"sinks": torch.zeros(1, 4, 3, 1)})

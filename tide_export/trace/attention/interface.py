@@ -3,9 +3,8 @@
 `transformers` lets a named function compute attention (`AttentionInterface`) and the mask (`AttentionMaskInterface`).
 This one emits a `tide::TideAttention` node: rotated query [B, H, S, Dh], unrepeated key and value [B, H_kv, S, Dh], and
 where the model has them a sink logit per head [H] and biases by distance [B, H, S, R] -> [B, S, H, Dh]; causal by
-definition. `compose` connects the node
-to its K/V cache, `lower` replaces it by the target's attention. A model that never calls the interface emits no node,
-and `tracer` refuses it.
+definition. `compose` connects the node to its K/V cache, `lower` replaces it by the target's attention. A model that
+never calls the interface emits no node, and `tracer` refuses it.
 """
 
 from collections.abc import Callable, Iterator, Sequence

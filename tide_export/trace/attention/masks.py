@@ -27,7 +27,10 @@ IMPLEMENTATION = "tide_export_masks"
 UNKNOWN = -1  # the layer of a module that does not know it
 
 # Keyword arguments that change what attention computes and that no target lowers yet.
-_ADDITIONS = {"position_bias": "a position bias", "alibi": "ALiBi", "head_mask": "head masks"}
+_ADDITIONS = {
+    **{"position_bias": "a position bias", "alibi": "ALiBi", "head_mask": "head masks"},
+    "sinks": "sinks of each token",  # Inkling 2; those of a head are `s_aux`
+}
 
 # The rule of `transformers.masking_utils`: batch, head, query position, key position -> whether it is attended.
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
