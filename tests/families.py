@@ -35,10 +35,13 @@ from tiny_configs import (
     Family,
     rope,
 )
+from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
 
 from tide_export.model.attention import reference_attention
 from tide_export.model.source import SourceModel, auto_class, wrap_model
 
+DBRX_ATTENTION = DbrxAttentionConfig(kv_n_heads=2, clip_qkv=0.5)
+DBRX_ATTENTION.rope_theta = 10000.0  # which its class does not take and its model reads
 PER_LAYER = ("per-layer embeddings", "K/V shared by layers")
 OTHERS = {**HYBRID, **FURTHER, **RARE, **MULTIMODAL, **REFUSED_ROWS}
 FAMILIES: dict[str, Family] = {
@@ -124,6 +127,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         lambda: tf.MixtralConfig(**GROUPED, **EXPERTS, sliding_window=WINDOW), ("experts", "sliding window")
+    ),
+    # Its experts do not use transformers' interface.
+    "dbrx": Family(
+        lambda: tf.DbrxConfig(
+            vocab_size=512,
+            d_model=64,
+            n_heads=4,
+            n_layers=LAYERS,
+            max_seq_len=CONTEXT,
+            attn_config=DBRX_ATTENTION,
+            ffn_config=DbrxFFNConfig(hidden_size=64, ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2),
+        ),
+        ("experts", "packed projections"),
     ),
     "gemma": Family(lambda: tf.GemmaConfig(**HEADS), ("embedding scale", "tied embeddings")),
     "gemma2": Family(

@@ -4,7 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 import transformers as tf
-from further_families import LAYERS, MIXED, PARTIAL, PLAIN, SHARED, WIDE
+from further_families import LAYERS, MIXED, PARTIAL, PLAIN, SHARED, SMALL_EXPERTS, WIDE
 from tiny_configs import VISION, WINDOW, Family
 
 GEMMA = {**WIDE, "sliding_window": WINDOW, "layer_types": MIXED, "global_head_dim": 16}
@@ -52,5 +52,16 @@ MULTIMODAL: dict[str, Family] = {
             **{"num_mel_bins": 8, "max_source_positions": 20},
         },
         audio_token_id=3,
+    ),
+    "step3p7": row(
+        tf.Step3p7Config,
+        *("experts", "shared experts", "gated attention", "heads by layer", "sliding window", "q/k norms"),
+        text_config={
+            **{**WIDE, "num_sliding_attention_heads": 8, "sliding_window": WINDOW, "layer_types": MIXED},
+            **{**SMALL_EXPERTS, "n_routed_experts": 8, "share_expert_dim": 32},
+            **{"mlp_layer_types": ["sparse", "sparse"], "swiglu_limits": [0.0, 0.5]},
+        },
+        vision_config={**VISION, "num_hidden_layers": 1},
+        image_token_id=3,
     ),
 }

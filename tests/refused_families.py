@@ -4,10 +4,7 @@ import transformers as tf
 from further_families import ENCODER, LAYERS, MIXED, PLAIN, SMALL_EXPERTS, WIDE, row
 from hybrid_families import DELTA, SPARSE
 from tiny_configs import CONTEXT, HEADS, TINY, VISION, WINDOW, Family
-from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
 
-DBRX_ATTENTION = DbrxAttentionConfig(kv_n_heads=2, clip_qkv=8.0)
-DBRX_ATTENTION.rope_theta = 10000.0  # which its class does not take and its model reads
 BLT = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
     "num_hidden_layers": LAYERS,
@@ -17,13 +14,6 @@ INDEXED_DELTA = {**DELTA, "layer_types": ["linear_attention", "indexed_attention
 
 REFUSED_ROWS: dict[str, Family] = {
     "rwkv": row(tf.RwkvConfig, PLAIN, refused="recurrent state", attention_hidden_size=64),
-    "dbrx": row(
-        tf.DbrxConfig,
-        {"vocab_size": 512, "d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": CONTEXT},
-        refused="decides by the values of tensors",
-        attn_config=DBRX_ATTENTION,
-        ffn_config=DbrxFFNConfig(hidden_size=64, ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2),
-    ),
     "xlnet": row(
         tf.XLNetConfig,
         {"vocab_size": 512, "d_model": 64, "n_layer": LAYERS, "n_head": 4, "d_inner": 128},
@@ -37,8 +27,7 @@ REFUSED_ROWS: dict[str, Family] = {
     "longcat_flash": row(
         tf.LongcatFlashConfig,
         {**TINY, "num_layers": LAYERS, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32},
-        refused="decides by the values of tensors",
-        costly=True,
+        refused="attends 4 times in 2 layers",
         **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
         **{"head_dim": 8, "moe_topk": 2, "n_routed_experts": 8, "zero_expert_num": 2},
     ),

@@ -54,6 +54,24 @@ def symbolic_experts(model: PreTrainedModel, quantized: Collection[str] = ()) ->
         del ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
 
 
+def expert_product(
+    rows: torch.Tensor, expert: torch.Tensor, weights: torch.Tensor, transposed: bool, quantized: str | None = None
+) -> torch.Tensor:
+    """Emits the product of rows [R, K] with the weights of each one's expert [R], -> [R, N].
+
+    Args:
+        weights: of all experts, [E, N, K], or [E, K, N] where `transposed`.
+        quantized: their name, if they are quantized.
+    """
+    width = int(weights.shape[-1 if transposed else -2])
+    attributes: dict[str, Any] = {"num_experts": int(weights.shape[0]), "transposed": int(transposed)}
+    inputs = [rows, expert, weights]
+    if quantized is not None:
+        attributes |= {"weights": [quantized], "width": width}
+        inputs.pop()
+    return symbolic(OP_EXPERT_MATMUL, inputs, attributes, (rows.shape[0], width))
+
+
 def emitter(quantized: Mapping[tuple[nn.Module, str], str]) -> Callable[..., torch.Tensor]:
     """The function `transformers` calls.
 
@@ -63,14 +81,8 @@ def emitter(quantized: Mapping[tuple[nn.Module, str], str]) -> Callable[..., tor
     """
 
     def product(module: Any, rows: torch.Tensor, expert: torch.Tensor, name: str) -> torch.Tensor:
-        weight = getattr(module, name)  # [E, K, N] where transposed, else [E, N, K]
-        width = int(weight.shape[-1 if module.is_transposed else -2])
-        attributes: dict[str, Any] = {"num_experts": int(weight.shape[0]), "transposed": int(module.is_transposed)}
-        inputs = [rows, expert, weight]
-        if (module, name) in quantized:
-            attributes |= {"weights": [quantized[module, name]], "width": width}
-            inputs.pop()
-        result = symbolic(OP_EXPERT_MATMUL, inputs, attributes, (rows.shape[0], width))
+        stored = getattr(module, name)
+        result = expert_product(rows, expert, stored, module.is_transposed, quantized.get((module, name)))
         return result + getattr(module, f"{name}_bias")[expert] if module.has_bias else result
 
     def emit_experts(

@@ -33,6 +33,7 @@ from tide_export.trace.attention.interface import refuse_ignored_attention, symb
 from tide_export.trace.attention.joined import JoinedAttentionPass
 from tide_export.trace.attention.masks import Mask, layer_masks
 from tide_export.trace.attention.matching import ExplicitAttentionPass, symbolic_sdpa
+from tide_export.trace.expert_loops import single_iterations, store_stacked
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.exporter import complex_ops  # noqa: F401 (registers its operators)
 from tide_export.trace.exporter.decompositions import minimal_decompositions
@@ -134,6 +135,7 @@ def symbolic_operators(
     with (
         symbolic_sdpa() if masks is None else symbolic_attention(model, masks),
         symbolic_experts(model, quantized.blocks if quantized is not None else ()),
+        single_iterations(model),
         symbolic_quantized(model, quantized),
         static_rope(model),
     ):
@@ -198,6 +200,7 @@ def export_graph(
     if program is None:
         raise TraceError(f"torch.onnx.export gave no graph for {type(model).__name__} ({name})")
     exported = program.model.clone()
+    store_stacked(exported)
     # onnxscript's rewrite rules live as long as the process and keep the last graph they matched: drop its weights.
     for value in program.model.graph.initializers.values():
         value.const_value = None

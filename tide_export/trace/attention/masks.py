@@ -83,8 +83,8 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] |
         is matched in the trace instead.
 
     Raises:
-        UnsupportedModelError: a layer's mask has none of the forms above, or the architecture accepts no other
-            attention than its default.
+        UnsupportedModelError: a layer's mask has none of the forms above, layers attend several times, or the
+            architecture accepts no other attention than its default.
     """
     if not model._can_set_attn_implementation():
         return None
@@ -101,6 +101,12 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] |
                     f"{type(model).__name__} computes with its attention masks between its layers, so it cannot be "
                     "exported"
                 ) from error
+    attentions = len(seen.keys() - {UNKNOWN})
+    if attentions > depth:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends {attentions} times in {depth} layers, and a bundle holds the keys and "
+            "values of one attention a layer, so it cannot be exported"
+        )
     # transformers decides by the names of classes whether a model uses the interface; this one never called it.
     if not seen or seen.get(UNKNOWN) not in (None, Mask("causal")):
         return None
