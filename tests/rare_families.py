@@ -258,5 +258,13 @@ RARE: dict[str, Family] = {
     "solar_open": rare(tf.SolarOpenConfig, WIDE, "experts", "shared experts", **ROUTED),
     "trocr": rare(tf.TrOCRConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
     "xlm-roberta-xl": rare(tf.XLMRobertaXLConfig, ENCODER, "learned positions"),
+    "xmod": row(
+        tf.XmodConfig,
+        ENCODER,
+        *("learned positions", "norms after"),
+        note="with the adapters of its default_language",
+        languages=["en_XX", "de_DE"],
+        default_language="de_DE",
+    ),
     "youtu": rare(tf.YoutuConfig, {**PLAIN, **LATENT, "num_key_value_heads": 4}, "latent attention"),
 }

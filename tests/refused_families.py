@@ -1,7 +1,7 @@
 """Rows of `families` that cannot be exported: they must be refused in a sentence, not go wrong. And what has no row."""
 
 import transformers as tf
-from further_families import ENCODER, LAYERS, MIXED, PLAIN, SMALL_EXPERTS, WIDE, row
+from further_families import LAYERS, MIXED, PLAIN, SMALL_EXPERTS, WIDE, row
 from hybrid_families import DELTA, SPARSE
 from tiny_configs import CONTEXT, HEADS, TINY, VISION, WINDOW, Family
 
@@ -112,9 +112,6 @@ REFUSED_ROWS: dict[str, Family] = {
         num_layers_per_stack=1,
         H_cycles=1,
         L_cycles=1,
-    ),
-    "xmod": row(
-        tf.XmodConfig, ENCODER, refused="decides by the values of tensors", costly=True, default_language="en_XX"
     ),
     "blt": row(
         tf.BltConfig,

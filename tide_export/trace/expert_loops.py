@@ -31,7 +31,7 @@ from tide_export.trace.experts import expert_product
 
 @contextmanager
 def single_iterations(model: nn.Module) -> Iterator[None]:
-    """While open, every loop of `model` over chosen experts runs once, and emits symbolic products."""
+    """Makes every loop of `model` over chosen experts run once and emit symbolic products, while open."""
     looping = [module for module in model.modules() if _loops(module)]
     for module in looping:
         module.forward = _once(module.forward)
@@ -43,7 +43,7 @@ def single_iterations(model: nn.Module) -> Iterator[None]:
 
 
 def store_stacked(traced: ir.Model) -> None:
-    """Stores experts' weights in the shape [E, N, K] that `traced` reshapes them to, without a copy."""
+    """Stores experts' weights in the shape [E, N, K] that `traced` reshapes them to, uncopied."""
     for node in nodes_of(traced.graph, OP_EXPERT_MATMUL, DOMAIN):
         reshape = producer(node.inputs[-1], "Reshape")
         stored = required(reshape.inputs[0]) if reshape is not None else None
@@ -55,7 +55,7 @@ def store_stacked(traced: ir.Model) -> None:
 
 
 def _loops(module: nn.Module) -> bool:
-    """Whether `module` has a loop as above, and no interface by which it is replaced."""
+    """Returns whether `module` has a loop as above, and no interface by which it is replaced."""
     forward = inspect.unwrap(type(module).forward)
     return (
         not hasattr(module, "is_transposed")
@@ -109,7 +109,12 @@ class _Rows(_Stand):
 
 @dataclass(eq=False)
 class _Weights(_Stand):
-    """Stands for the weights of each row's expert [R], of all experts' [E, K, N], or [E, N, K] where transposed."""
+    """Stands for the weights of each row's expert.
+
+    Attributes:
+        expert: of each row, [R].
+        stored: weights of all experts, [E, K, N], or [E, N, K] where `transposed`.
+    """
 
     expert: Tensor
     stored: Tensor

@@ -7,8 +7,8 @@ are rewritten directly to the form that the two runs would give them. A graph th
 one operator without a translation, is decomposed as usual. Both ways compute the same, nearly always in the same ONNX
 (`tests/trace/test_decompositions.py`): an axis of Split may be counted from the end, a size read off another tensor.
 
-`_fold_numbers` and `_write_roots` change results. The rest saves time alone, and stays because without it a trace takes
-2.8 times as long, and an export of the demo model with given routers 1.4 times.
+`fold_known_masks`, `_fold_numbers` and `_write_roots` change results. The rest saves time alone, and stays because
+without it a trace takes 2.8 times as long, and an export of the demo model with given routers 1.4 times.
 """
 
 import math
@@ -26,6 +26,7 @@ from torch.onnx._internal.exporter import _decomp, _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from tide_export.trace.exporter.functionalize import functional, make_functional
+from tide_export.trace.exporter.known_masks import fold_known_masks
 
 aten = torch.ops.aten
 CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
@@ -45,6 +46,7 @@ def minimal_decompositions() -> Iterator[None]:
 
     def decompose_if_needed(exported_program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
         translated = set(_decomp.get_onnx_implemented_overloads(registry))
+        fold_known_masks(exported_program.graph)
         _fold_numbers(exported_program, translated)
         _write_roots(exported_program)
         nodes = exported_program.graph.nodes
