@@ -100,8 +100,8 @@ def read_when_written(traced: ir.Model, source: SourceModel, placeholders: Place
     if not placeholders.tensors:
         return
 
-    def read(key: str, rank: int) -> torch.Tensor:
-        return read_experts(key) if rank > 2 else source.weight(key).contiguous()
+    def read(key: str) -> torch.Tensor:
+        return read_experts(key) if placeholders.tensors[key].dim() > 2 else source.weight(key).contiguous()
 
     @lru_cache(maxsize=1)  # the matrices of one layer's experts are slices of one tensor, one after the other
     def read_experts(key: str) -> torch.Tensor:
@@ -110,7 +110,7 @@ def read_when_written(traced: ir.Model, source: SourceModel, placeholders: Place
     def lazy(name: str, key: str, array: np.ndarray, start: int) -> ir.LazyTensor:
         shape, strides = array.shape, [stride // array.itemsize for stride in array.strides]
         return ir.LazyTensor(
-            lambda: ir.tensor(read(key, len(shape)).as_strided(shape, strides, start).numpy(), name=name),
+            lambda: ir.tensor(read(key).as_strided(shape, strides, start).numpy(), name=name),
             dtype=ir.DataType.FLOAT,
             shape=ir.Shape(shape),
             name=name,
