@@ -50,8 +50,17 @@ void PagedSequence::rewind(std::int64_t length) {
   release_after(pages_of(length));
 }
 
+bool PagedSequence::knows(std::int64_t length) const {
+  return length <= lengths.back() && *std::max_element(kept_from_.begin(), kept_from_.end()) <= length;
+}
+
 std::int64_t PagedSequence::reserve(std::size_t count) {
   std::int64_t const total = length_after(length(), count, context_of(manifest_));
+  if (kept != kNoLimit) {  // the states after the next page must stay known until the last segment has run over it
+    std::int64_t const known = *std::max_element(kept_from_.begin(), kept_from_.end());
+    settled = std::min(settled, static_cast<std::int64_t>(pages_of(std::max(known, kept + 1))) * kPageTokens);
+  }
+  for (Page& place : place_) pool_.states.make_own(place);
   // Deeper segments may still write what is pending before them.
   for (auto page = static_cast<std::size_t>(lengths.back() / kPageTokens); page < pages_.size(); ++page) {
     pool_.make_own(pages_[page]);
@@ -73,13 +82,17 @@ void PagedSequence::ran(std::size_t segments_run, std::int64_t total, std::vecto
   if (segments_run < lengths.size() && !manifest_.propagates()) pending[segments_run] = std::move(new_pending);
 }
 
-void PagedSequence::begin(std::vector<Page> const& shared, std::int64_t length) {
+void PagedSequence::begin(std::vector<Page> const& shared, std::int64_t length, std::optional<Page> states) {
   pages_.reserve(shared.size());
   for (Page const page : shared) {
     pool_.share(page);
     pages_.push_back(page);
   }
   lengths.assign(lengths.size(), length);
+  if (!states) return;
+  pool_.states.share(*states);
+  pool_.states.release(std::exchange(place_[0], *states));
+  kept_from_ = lengths;
 }
 
 void PagedSequence::release_after(std::size_t count) noexcept {

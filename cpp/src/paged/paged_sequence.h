@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "paged/pool.h"
@@ -21,12 +22,17 @@ class PagedSequence final : public SequenceState {
   std::vector<std::int64_t> skipped;  // tokens of `lengths` that skipped the segment: their K/V are propagated
   std::vector<float> final_states;    // [n, D'], of the last step, where `states` asks for them
   std::vector<std::vector<float>> pending;  // states [n, D] before each segment; none before the first
+  // A prefix cache has the recurrent states after so many tokens, and waits for those after the next page; kNoLimit: none does.
+  std::int64_t kept = kNoLimit;
 
   std::vector<std::int64_t> computed() const override;
   void rewind(std::int64_t length) override;
 
   std::vector<Page> const& pages() const { return pages_; }
   Page place() const { return place_.empty() ? 0 : place_[0]; }  // of its recurrent states, if the model keeps any
+
+  // Whether its recurrent states are those after the first `length` tokens, for a sequence that begins after these.
+  bool knows(std::int64_t length) const;
 
   // Takes pages for `count` more tokens, and copies what the step will write to and others share. Returns the tokens of
   // the sequence with them. Throws GenerationError: no tokens, more than the model's context holds, or no free page; the
@@ -37,8 +43,9 @@ class PagedSequence final : public SequenceState {
   // first segment that did not run.
   void ran(std::size_t segments_run, std::int64_t total, std::vector<float> new_pending) noexcept;
 
-  // Begins this empty sequence with `length` tokens, which every segment ran over, in pages that it shares.
-  void begin(std::vector<Page> const& shared, std::int64_t length);
+  // Begins this empty sequence with `length` tokens, which every segment ran over, in pages that it shares, as is the place of
+  // the recurrent states after them; none: the model keeps none.
+  void begin(std::vector<Page> const& shared, std::int64_t length, std::optional<Page> states);
 
  private:
   void release_after(std::size_t count) noexcept;

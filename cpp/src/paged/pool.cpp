@@ -27,13 +27,12 @@ std::size_t machine_memory() {
 }  // namespace
 
 MemoryPool::MemoryPool(std::vector<std::size_t> const& bytes, Words words) : words_(std::move(words)) {
-  std::size_t item_bytes = 0;
   for (std::size_t const of_array : bytes) {
     arrays_.push_back({0, of_array});
-    item_bytes += of_array;
+    item_bytes_ += of_array;
   }
   constexpr std::size_t kMost = std::numeric_limits<Page>::max();
-  std::size_t items = item_bytes == 0 ? kMost : std::min(machine_memory() / item_bytes, kMost);
+  std::size_t items = item_bytes_ == 0 ? kMost : std::min(machine_memory() / item_bytes_, kMost);
   bool limited = false;
   for (; items > 0 && !reserve(items); items /= 2) limited = true;
   if (limited && items > 1) {  // the rest of what the system allows is for other memory

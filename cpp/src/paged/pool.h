@@ -41,6 +41,7 @@ class MemoryPool {
   MemoryPool& operator=(MemoryPool const&) = delete;
 
   std::int64_t size() const { return items_; }
+  std::int64_t item_bytes() const { return static_cast<std::int64_t>(item_bytes_); }
 
   // Appends `count` items with one reference each, all or none. Throws GenerationError: there are not so many.
   void take(std::size_t count, std::vector<Page>& items);
@@ -67,6 +68,7 @@ class MemoryPool {
   Ort::MemoryInfo const cpu_ = Ort::MemoryInfo::cpu();
   std::vector<Array> arrays_;
   std::int64_t items_ = 0;
+  std::size_t item_bytes_ = 0;
   std::size_t size_ = 0;  // bytes that are reserved
   char* memory_ = nullptr;
 

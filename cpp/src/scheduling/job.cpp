@@ -46,7 +46,7 @@ std::vector<std::int64_t> Job::text() const {
   return ids;
 }
 
-StepRequest const* Job::next_step(std::int64_t limit, bool whole) {
+StepRequest const* Job::next_step(std::int64_t limit, bool whole, bool full) {
   sequence_->settled = decoder_->settled;
   if (scores_prompt()) {
     if (limit < 1) return nullptr;
@@ -66,7 +66,8 @@ StepRequest const* Job::next_step(std::int64_t limit, bool whole) {
   auto const first = request.ids.begin() + static_cast<std::ptrdiff_t>(stepped_);
   part_.ids.assign(first, first + count);
   part_.logits_to_keep = request.logits_to_keep;
-  part_.full = request.full || (whole && scores_ && reads_prompt_);  // as it would be with the rest of the prompt
+  bool const as_rest = whole && scores_ && reads_prompt_;  // as it would be with the rest of the prompt
+  part_.full = request.full || as_rest || (full && count < rest);
   return &part_;
 }
 

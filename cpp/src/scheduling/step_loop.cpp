@@ -306,12 +306,14 @@ void StepLoop::choose_steps() noexcept {
   for (std::size_t const slot : order_) {
     Job& job = *slots_[slot];
     try {
-      if (prefixes_ != nullptr && left > 0 && job.unread() && !job.request().reads_all()) {
-        job.skip(prefixes_->begin(slot, job.prompt()));
+      if (prefixes_ != nullptr && left > 0 && job.unread()) {
+        job.skip(prefixes_->begin(slot, job.prompt(), job.request().reads_all()));
       }
       show_others(job);
       std::size_t const before = job.decoder().planned();
-      steps_[slot] = job.next_step(job.scores_prompt() ? std::min(left, rows) : left, backend_->manifest().propagates());
+      std::int64_t most = job.scores_prompt() ? std::min(left, rows) : left;
+      if (prefixes_ != nullptr && job.reads_prompt()) most = std::min(most, prefixes_->most_tokens(slot, job.prompt()));
+      steps_[slot] = job.next_step(most, backend_->manifest().propagates(), prefixes_ != nullptr && prefixes_->has_states());
       tokens_ += job.decoder().planned() - before;
     } catch (...) {
       fail(slot, std::current_exception());
@@ -327,7 +329,7 @@ void StepLoop::choose_steps() noexcept {
   }
 }
 
-// Caches the K/V of a job's text. Where there is no memory for them the cache does not grow.
+// Caches a job's text. Where there is no memory for them the cache does not grow.
 void StepLoop::keep(std::size_t slot) noexcept {
   if (prefixes_ == nullptr) return;
   try {
@@ -358,7 +360,7 @@ void StepLoop::take(std::size_t slot, StepResult const& result, double seconds) 
     bool const read = slots_[slot]->reads_prompt();
     news_ = true;
     if (slots_[slot]->take(result, seconds)) return end(slot, std::nullopt, nullptr);
-    if (read) keep(slot);
+    if (read || (prefixes_ != nullptr && prefixes_->due(slot, slots_[slot]->prompt().size()) > 0)) keep(slot);
   } catch (...) {  // logits that are not finite, no memory, or a callback's exception
     fail(slot, std::current_exception());
   }
