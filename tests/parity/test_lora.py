@@ -111,13 +111,12 @@ def test_full_is_peft_and_exit_is_the_oracle_on_it(family: str, tmp_path: Path) 
     for name in (None, *adapted):
         alone = [engine.generate(prompt, adapter=name, **options).tokens for prompt in PROMPTS]
         assert [one.tokens for one in engine.generate(PROMPTS, adapter=name, **options)] == alone
-    caches = not engine.manifest.model.states
-    with engine.scheduler(SchedulerLimits(slots=4, prefix_cache_bytes=caches << 20)) as scheduler:
+    with engine.scheduler(SchedulerLimits(slots=4, prefix_cache_bytes=1 << 22)) as scheduler:
         for _ in range(2):  # the second finds the texts of the first, each of its adapter alone
             handles = {name: scheduler.submit(PROMPTS[2], adapter=name, **options) for name in (None, *adapted)}
             for name, handle in handles.items():
                 assert handle.result().tokens == engine.generate(PROMPTS[2], adapter=name, **options).tokens, name
-        assert all((handle.cached_tokens > 0) == caches for handle in handles.values())
+        assert all(handle.cached_tokens > 0 for handle in handles.values())
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int4"])

@@ -82,10 +82,14 @@ def test_long_drafts_stay_within_the_log(engine: Engine) -> None:
     assert found.stats.drafted > found.stats.accepted
 
 
-def test_there_is_no_prefix_cache(engine: Engine) -> None:
-    assert default_prefix_cache_bytes(engine) == 0
-    with pytest.raises(GenerationError, match="prefix_cache_bytes is for models whose state is keys and values alone"):
-        engine.scheduler(SchedulerLimits(prefix_cache_bytes=2**24))
+def test_a_server_caches_prefixes(engine: Engine) -> None:
+    size = default_prefix_cache_bytes(engine)
+    assert size == 2**28
+    scheduler = engine.scheduler(SchedulerLimits(prefix_cache_bytes=size))
+    for cached in (0, 112):
+        handle = scheduler.submit(TEXT, mode="full", **OPTIONS)
+        assert handle.result().tokens == engine.generate(TEXT, mode="full", **OPTIONS).tokens
+        assert handle.cached_tokens == cached
 
 
 def test_layers_in_four_bits(tmp_path: Path) -> None:

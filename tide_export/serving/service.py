@@ -29,11 +29,11 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def default_prefix_cache_bytes(engine: Engine) -> int:
-    """Returns the size of the weights, because a larger model has larger K/V, but 256 MiB or more.
+    """Returns the size of the weights, because a larger model has larger K/V and states, but 256 MiB or more.
 
-    0 for providers without a prefix cache and for models with recurrent states.
+    0 for providers without a prefix cache.
     """
-    if engine.provider != "cpu" or engine.manifest.model.states:
+    if engine.provider != "cpu":
         return 0
     weights = engine.manifest.files.get(WEIGHTS_FILE)
     return max(MIN_PREFIX_CACHE_BYTES, weights.size if weights else 0)
