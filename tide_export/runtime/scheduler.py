@@ -50,8 +50,8 @@ class SchedulerLimits:
         waiting: requests in the queue beyond those for which a slot is free; None: no limit.
         kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
             no limit.
-        prefix_cache_bytes: bytes of K/V of earlier prompts and answers kept for requests that begin with the same
-            tokens, those in use included; 0: none.
+        prefix_cache_bytes: bytes of K/V and recurrent states of earlier prompts and answers kept for requests
+            that begin with the same tokens, those in use included; 0: none.
 
     Raises:
         GenerationError: one is not a whole number, or too small.
@@ -187,7 +187,7 @@ class Scheduler:
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes of K/V in the prefix cache."""
+        """Bytes of K/V and recurrent states in the prefix cache."""
         return self._state.prefix_cache_bytes
 
     @property

@@ -22,7 +22,7 @@ class ServerConfig(BaseModel):
     prefix_cache_bytes: int | None = Field(
         None,
         ge=0,
-        description="bytes of K/V kept for requests that begin alike; on the CPU the size of the weights, or 256 MiB",
+        description="bytes of K/V and states for requests that begin alike; on the CPU the weights' size or 256 MiB",
     )
     audit_rate: float | None = Field(
         None, gt=0.0, le=1.0, description="share of mode exit's tokens checked against full depth; with an epsilon 0.01"

@@ -33,7 +33,7 @@ class Metrics:
             "tide_first_token_seconds", "From the request to its first token.", buckets=SECONDS, **own
         )
         self._per_token = Histogram("tide_token_seconds", "Time a token after the first.", buckets=SECONDS, **own)
-        cache = Gauge("tide_prefix_cache_bytes", "K/V in the prefix cache.", **own)
+        cache = Gauge("tide_prefix_cache_bytes", "K/V and recurrent states in the prefix cache.", **own)
         cache.set_function(lambda: scheduler.prefix_cache_bytes)
         Gauge("tide_requests_running", "Requests with a slot.", **own).set_function(lambda: scheduler.running)
         Gauge("tide_requests_waiting", "Requests in the queue.", **own).set_function(lambda: scheduler.waiting)

@@ -31,8 +31,8 @@ struct SchedulerLimits {
   // Tokens of K/V of all requests with a slot, each counted with its prompt and max_new_tokens; none: no limit.
   std::optional<std::int64_t> kv_tokens;
   std::optional<double> compaction_threshold;  // as in `Engine::start_batch`; none: the bundle's
-  // Bytes of K/V of earlier prompts and answers kept for requests that begin with the same tokens, those in use included;
-  // 0: none.
+  // Bytes of K/V and recurrent states of earlier prompts and answers kept for requests that begin with the same tokens, those
+  // in use included; 0: none.
   std::int64_t prefix_cache_bytes = 0;
 };
 
