@@ -29,7 +29,7 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def default_prefix_cache_bytes(engine: Engine) -> int:
-    """Returns the size of the weights, because a larger model has larger K/V and states, but 256 MiB or more.
+    """Returns the size of the weights, as a larger model has larger K/V and states, but 256 MiB or more.
 
     0 for providers without a prefix cache.
     """
