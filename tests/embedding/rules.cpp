@@ -48,8 +48,8 @@ int main(int count, char** arguments) {
     tide::PagedSequence one(bundle.manifest, pool, {}), other(bundle.manifest, pool, {});
     std::vector<tide::Page> pages;
     pool.take(1, pages);
-    one.begin(pages, 1);
-    other.begin(pages, 1);  // and no `reserve`, which would copy the page
+    one.begin(pages, 1, std::nullopt);
+    other.begin(pages, 1, std::nullopt);  // and no `reserve`, which would copy the page
     std::int64_t ids[] = {1, 1};
     tide::Adapters const adapters(bundle, {});
     tide::NetworkRun run(*sessions, bundle.manifest, pool, adapters, 0, false);
