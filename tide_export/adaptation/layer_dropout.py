@@ -6,7 +6,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tide_export.model.structure import ModelStructure, first_tensor, with_first_tensor
+from tide_export.model.outputs import first_tensor, with_first_tensor
+from tide_export.model.structure import ModelStructure
 
 
 def skip_rates(num_layers: int, largest: float) -> list[float]:

@@ -22,20 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.failures import explained
+from tide_export.model.outputs import first_tensor, with_states
 from tide_export.model.replaced_forward import returning
-
-
-def first_tensor(output) -> torch.Tensor:
-    """Returns the hidden states of a layer's output.
-
-    The output is a tensor, or a tuple or list that starts with one.
-    """
-    return output[0] if isinstance(output, tuple | list) else output
-
-
-def with_first_tensor(output: Any, states: torch.Tensor) -> Any:
-    """Replaces the hidden states of a layer's output."""
-    return type(output)((states, *output[1:])) if isinstance(output, tuple | list) else states
 
 
 @dataclass(frozen=True)
@@ -391,14 +379,6 @@ def _states(kind: str, backbone: nn.Module, run: _Run) -> torch.Tensor:
     if not isinstance(states, torch.Tensor):
         raise UnsupportedModelError(f"{kind}: its {type(backbone).__name__} gives no last_hidden_state")
     return states
-
-
-def with_states(output: Any, states: torch.Tensor) -> Any:
-    """Replaces the states [B, S, D] in a backbone's output."""
-    if isinstance(output, ModelOutput):
-        output["last_hidden_state"] = states
-        return output
-    return (states, *output[1:])
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

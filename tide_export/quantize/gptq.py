@@ -17,9 +17,9 @@ from torch import nn
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.errors import CalibrationError, ConfigError
+from tide_export.model.outputs import first_tensor
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
-from tide_export.model.structure import first_tensor
 from tide_export.quantize.matrices import Matrix
 from tide_export.quantize.rounding import Rounding, round_to_nearest
 

@@ -25,9 +25,9 @@ from tide_export.errors import TraceError
 from tide_export.graph.builder import OPSET
 from tide_export.graph.rewriting import nodes_of
 from tide_export.model.failures import refuse_trace
+from tide_export.model.outputs import first_tensor, with_first_tensor, with_states
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel
-from tide_export.model.structure import first_tensor, with_first_tensor, with_states
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT, STATE_OPERATORS
 from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.attention.joined import JoinedAttentionPass

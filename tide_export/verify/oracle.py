@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tide_export.model.outputs import first_tensor, with_first_tensor
 from tide_export.model.source import SourceModel
-from tide_export.model.structure import first_tensor, with_first_tensor
 from tide_export.routers.router_set import RouterSet
 
 

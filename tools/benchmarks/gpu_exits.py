@@ -48,7 +48,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for layers in checkpoints:
         thresholds = [0.0 if layers == one else 1.0 for one in checkpoints]
         cases[f"{layers} layers"] = {"mode": "exit", "threshold": thresholds, "min_layers": 0}
-    sizes, order, times = [int(size) for size in options.sequences.split(",")], random.Random(0), {}
+    sizes, order = [int(size) for size in options.sequences.split(",")], random.Random(0)
+    times: dict[str, list[float]] = {}
     for size in sizes:
         prompts = [[(i * 7919 + n) % vocabulary for i in range(PROMPT_TOKENS)] for n in range(size)]
         for number in range(options.rounds + 2):  # a shape is run once, then recorded, then replayed
