@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
+from drafters import drafting_copy
 from families import build
 from parity.test_families import LENS_AND_SHORTLIST, NEW_TOKENS, PROMPTS
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -28,7 +29,8 @@ from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import AuditConfig, SchedulerLimits
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full, check_lossless
@@ -117,6 +119,32 @@ def test_full_is_peft_and_exit_is_the_oracle_on_it(family: str, tmp_path: Path) 
             for name, handle in handles.items():
                 assert handle.result().tokens == engine.generate(PROMPTS[2], adapter=name, **options).tokens, name
         assert all(handle.cached_tokens > 0 for handle in handles.values())
+
+
+def test_a_drafter_and_an_audit_beside_adapters(tmp_path: Path) -> None:
+    """The drafter is trained for the model without adapters: what it drafts is accepted less often, and never wrong."""
+    source = build("llama")
+    adapter_at(tmp_path / "one", source, 1, r=4, lora_alpha=8, target_modules=TARGETS["llama"])
+    bundle = exported(source, tmp_path / "bundle")
+    engine = load(drafting_copy(bundle.path, tmp_path), threads=1, adapters={"one": tmp_path / "one"})
+    asked: dict[str, Any] = {"adapter": "one", "max_new_tokens": 40, "stop_token_ids": []}
+    lossless = {"mode": "lossless", "threshold": 1.0, "prompt_lookup": 0, "drafter": 3, "temperature": 0.8, "seed": 3}
+    exits = {"mode": "exit", "threshold": 0.5, "min_layers": 0}
+    full = engine.generate(PROMPTS[2], **asked, mode="full", temperature=0.8, seed=3).tokens
+    drafted = engine.generate(PROMPTS[2], **asked, **lossless)
+    assert drafted.tokens == full
+    assert drafted.stats.learned_drafted > 0
+    with engine.scheduler(SchedulerLimits(slots=3), audit=AuditConfig(rate=1.0)) as scheduler:
+        handles = [scheduler.submit(PROMPTS[2], **asked, **options) for options in (lossless, exits)]
+        found = [handle.result().tokens for handle in handles]
+        audit = scheduler.audit
+    assert found == [full, engine.generate(PROMPTS[2], **asked, **exits).tokens]
+    state = engine.start([NEVER_EXIT] * len(CHECKPOINTS), adapter="one")
+    rows = state.step([*PROMPTS[2], *found[1][:-1]], logits_to_keep=len(found[1]), full=True).position_logits
+    different = sum(int(row.argmax()) != token for row, token in zip(rows, found[1], strict=True))
+    assert audit is not None
+    assert (audit.audited, audit.different) == (len(found[1]), different)
+    assert 0 < different < len(found[1])
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
