@@ -9,7 +9,4 @@ __device__ __forceinline__ float* shared_memory() {
   return memory;
 }
 
-// Fetches 128 bytes into the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-
 }  // namespace tide

@@ -105,16 +105,6 @@ class Team {
   TIDE_DEVICE Team(const Layout& layout, float* memory)
       : number(blockIdx.x / layout.blocks), count(gridDim.x / layout.blocks), block_(layout, memory) {}
 
-  // Fetches the block's share of what no kernel before this one writes, weights, into the cache.
-  TIDE_DEVICE void prefetch(const void* data, int64_t bytes) {
-#if TIDE_CLUSTERS
-    if (data == nullptr) return;
-    const char* at = static_cast<const char*>(data) + (int64_t{block_.rank} * kThreads + threadIdx.x) * 128;
-    for (const char* end = static_cast<const char*>(data) + bytes; at < end; at += int64_t{block_.blocks} * kThreads * 128)
-      prefetch_line(at);
-#endif
-  }
-
   // Until it returns the kernel before this one may still run, and nothing that it writes may be touched.
   TIDE_DEVICE void wait_for_inputs() {
 #if TIDE_CLUSTERS

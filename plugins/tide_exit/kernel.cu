@@ -59,12 +59,6 @@ struct Exit {
   };
 
   static TIDE_DEVICE void run(Team& team, const Args& args) {
-    if (team.number == 0) {
-      team.prefetch(args.down, args.hidden * args.bottleneck * int64_t{sizeof(float)});
-      team.prefetch(args.shortlist_weight, args.hidden * args.shortlist * int64_t{sizeof(float)});
-      team.prefetch(args.lens_down, args.hidden * args.lens_rank * int64_t{sizeof(T)});
-      team.prefetch(args.lens_up, args.hidden * args.lens_rank * int64_t{sizeof(T)});
-    }
     team.wait_for_inputs();
     // Every team goes round as often as any, because a barrier may be one of all teams.
     for (int64_t first = 0; first * kSlots < args.slots; first += team.count) {

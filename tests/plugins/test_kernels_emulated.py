@@ -106,8 +106,6 @@ def test_what_is_launched(emulate, capability, processors, blocks, cluster):
     assert (launch["blocks"], launch["threads"], launch["cluster"]) == (blocks, 512, cluster)
     lone = capability == LONE
     assert (launch["cooperative"], launch["overlaps"], launch["non_portable"]) == (lone, not lone, not lone)
-    weights = (300 * 40 * 4, 300 * 10 * 4, 300 * 6 * 2, 300 * 6 * 2)
-    assert launch["prefetched"] == (0 if lone else sum(-(-size // 128) for size in weights))
     of_team = min(blocks, 16) if lone else cluster
     share, region = -(-300 // (8 * of_team)) * 8, 4 * (6 + 3 + 50 + 1)
     floats = 4 * share + 4 * 6 + 16 * 4 * 128 + (0 if lone else region)

@@ -268,7 +268,6 @@ void run(const Launch& launch, Code code) {
   machine.launch = launch;
   machine.code = code;
   machine.problem.clear();
-  machine.prefetched = 0;
   registers.grid = {launch.blocks};
   state = tide::emulation().order * 0x9E3779B97F4A7C15ull;
   turns.resize(launch.threads);
@@ -290,8 +289,6 @@ void wait(Barrier at) {
 }
 
 void wait_for_kernel_before() { machine.thread->inputs_are_there = true; }
-
-void prefetch(const void*) { ++machine.prefetched; }
 
 void* shared() { return machine.block->shared; }
 

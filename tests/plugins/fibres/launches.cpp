@@ -65,8 +65,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, Code co
               pair("threads", launch.threads) + ", " + pair("cluster", launch.cluster) + ", " +
               pair("shared", static_cast<int64_t>(launch.shared)) + ", " + pair("cooperative", launch.cooperative) +
               ", " + pair("overlaps", launch.overlaps) + ", " + pair("largest_shared", attributes.largest_shared) +
-              ", " + pair("non_portable", attributes.non_portable) + ", " +
-              pair("prefetched", static_cast<int64_t>(machine.prefetched)) + "}";
+              ", " + pair("non_portable", attributes.non_portable) + "}";
   return machine.problem.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 

@@ -52,7 +52,6 @@ struct Machine {
   Thread* thread = nullptr;
   bool running = false;
   int mutant = 0;
-  uint64_t prefetched = 0;
   std::string problem;  // the first
   void (*forget_shared)() = [] {};  // races.cpp
 };

@@ -31,7 +31,6 @@ enum Barrier { kNone, kBlock, kCluster, kGrid, kEnd };
 
 void wait(Barrier at);
 void wait_for_kernel_before();
-void prefetch(const void* line);
 void* shared();                        // of the block
 void* shared_of(void* own, int rank);  // the same place in the memory of another block of the cluster
 

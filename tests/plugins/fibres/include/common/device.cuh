@@ -7,6 +7,4 @@ namespace tide {
 
 inline float* shared_memory() { return static_cast<float*>(fibres::shared()); }
 
-inline void prefetch_line(const void* at) { fibres::prefetch(at); }
-
 }  // namespace tide
