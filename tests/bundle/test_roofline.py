@@ -112,7 +112,7 @@ def test_times_are_those_computed_by_hand(tmp_path: Path) -> None:
     assert full.microseconds["C++"] == pytest.approx((sum(gpu) + 15, sum(gpu) + 25))
     assert deep.microseconds["C++"] == pytest.approx((sum(gpu) + 3 * 15, sum(gpu) + 3 * 25))
     assert deep.microseconds["Python"] == pytest.approx((sum(gpu) + 3 * 50, sum(gpu) + 3 * 100))
-    assert deep.microseconds["conditional graph"] == pytest.approx((sum(gpu) + 15 + 2 * 0.3, sum(gpu) + 25 + 2 * 5))
+    assert deep.microseconds["conditional graph"] == pytest.approx((sum(gpu) + 15 + 2 * 2, sum(gpu) + 25 + 2 * 5))
     assert first.microseconds["C++"] == pytest.approx((1275.6 + 1.44 + 2 * 15, 1275.6 + 1.44 + 2 * 25))
     assert [(path.launches, path.waits) for path in line.paths] == [(4, 1), (4, 3), (2, 2), (3, 3)]
     assert line.break_even[0].exit_rate["C++"] == pytest.approx((30 / (2525.6 + 3775.6 + 15), 50 / (6301.2 + 25)))
@@ -213,7 +213,7 @@ def test_the_command_prints_text_and_json(tmp_path: Path, capsys: pytest.Capture
     answer = json.loads(capsys.readouterr().out)
     assert (answer["prediction"], answer["bytes_per_second"], answer["context"]) == (True, 1e9, 100)
     assert answer["paths"][0]["microseconds"]["C++"] == pytest.approx([7593.24, 7603.24])
-    assert answer["assumed"]["microseconds_per_checkpoint"]["conditional graph"] == [0.3, 5.0]
+    assert answer["assumed"]["microseconds_per_checkpoint"]["conditional graph"] == [2.0, 5.0]
 
 
 def test_the_table_of_gpus_is_found_however_it_is_written() -> None:

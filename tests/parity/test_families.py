@@ -89,18 +89,23 @@ def test_a_further_family_is_equal_too(family: str, tmp_path: Path) -> None:
     source, checkpoints = build(family), FAMILIES[family].checkpoints
     assert source.num_layers == len(checkpoints) + 1
     routers = random_routers(source, checkpoints, PROMPTS[2], bottleneck=16, **LENS_AND_SHORTLIST)
-    engine = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, checkpoints))
+    batched = family in BATCHED
+    engine = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, checkpoints), batch=batched)
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences
     assert full.within_tolerance == 0
     middle = dividing_thresholds(source, routers, PROMPTS[2])
     exits = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, middle, max_pending=4)
     assert exits.holds, exits.differences
+    if batched:
+        check_batch(family, engine, middle)
+        check_drafts(engine, source, rejecting=family in REJECTING)
 
 
-# Windows and softcaps, shared K/V, learned and counted positions, ALiBi, sinks, experts: what a batch could mix up. And
-# a final norm that is not one operator.
-BATCHED = ("gemma2", "gemma4 (text)", "gpt2", "mpt", "gpt_oss", "mixtral", "llama4 (text)", "opt (350m)")
+# Windows and softcaps, shared K/V, learned and counted positions, ALiBi, sinks, experts, joined attentions, numbers of
+# keys: what a batch could mix up. And a final norm that is not one operator.
+BATCHED = ("gemma2", "gemma4 (text)", "gpt2", "mpt", "gpt_oss", "mixtral", "dbrx", "llama4 (text)", "opt (350m)")
+BATCHED += ("diffllama", "doge")
 
 
 def check_batch(family: str, engine, thresholds: list[float], modes: int = 2) -> None:

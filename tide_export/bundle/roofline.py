@@ -39,8 +39,8 @@ class Host(NamedTuple):
 
 HOSTS = (
     Host("Python", (50.0, 100.0), (50.0, 100.0)),
-    Host("C++", (15.0, 25.0), (15.0, 25.0)),  # a checkpoint on an H200: 15
-    Host("conditional graph", (15.0, 25.0), (0.3, 5.0)),  # likewise: 0.3 (docs/measurements/gpu.md)
+    Host("C++", (15.0, 25.0), (15.0, 25.0)),
+    Host("conditional graph", (15.0, 25.0), (2.0, 5.0)),
 )
 
 

@@ -18,7 +18,7 @@ from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.tensorrt.plugins import NONE
-from tide_export.trace.attention.indexed import most_keys
+from tide_export.trace.attention.indexed import max_keys
 from tide_export.trace.attention.masks import layer_masks
 from tide_export.trace.recurrence import keeps_state, refuse_unknown_state
 
@@ -97,7 +97,7 @@ def context_length(source: SourceModel, max_length: int | None) -> int:
     blocks = [mask.size for mask in layer_masks(source.model, source.num_layers) or () if mask and mask.kind == "chunk"]
     if blocks and (limit is None or min(blocks) < limit):
         limit, why = min(blocks), "layers attend in blocks of that many tokens"
-    chosen = most_keys(source.model)
+    chosen = max_keys(source.model)
     if chosen is not None and (limit is None or chosen < limit):
         limit, why = chosen, "longer ones would attend to chosen tokens only"
     if max_length is None:

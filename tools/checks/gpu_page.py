@@ -1,4 +1,4 @@
-"""Writes docs/measurements/gpu.md from the results and figures of a `gpu_session`."""
+"""Writes the results and figures of a `gpu_session` as a page, from which docs/measurements/gpu.md is made."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

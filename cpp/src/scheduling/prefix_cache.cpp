@@ -64,7 +64,7 @@ std::int64_t PrefixCache::begin(std::size_t slot, std::vector<std::int64_t> cons
   return length;
 }
 
-std::int64_t PrefixCache::most_tokens(std::size_t slot, std::vector<std::int64_t> const& prompt) const {
+std::int64_t PrefixCache::max_step_tokens(std::size_t slot, std::vector<std::int64_t> const& prompt) const {
   if (!has_states()) return kNoLimit;
   auto const length = static_cast<std::size_t>(batch_.sequence(slot).length()), last = whole_pages(prompt.size() - 1);
   Path const path = path_of(root_of(slot), prompt);

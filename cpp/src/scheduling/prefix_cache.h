@@ -30,7 +30,7 @@ class PrefixCache {
   std::int64_t begin(std::size_t slot, std::vector<std::int64_t> const& prompt, bool reads_all);
 
   // Tokens of the prompt that the next step in a slot may run over, at most: it must end where states are to be kept.
-  std::int64_t most_tokens(std::size_t slot, std::vector<std::int64_t> const& prompt) const;
+  std::int64_t max_step_tokens(std::size_t slot, std::vector<std::int64_t> const& prompt) const;
 
   // Tokens of the text in a slot, which begins with a prompt of so many, after which states can be kept now; 0: none.
   std::int64_t due(std::size_t slot, std::size_t prompt) const;

@@ -26,7 +26,7 @@ def chosen_keys(model: PreTrainedModel) -> dict[nn.Module, int]:
     return found
 
 
-def most_keys(model: PreTrainedModel) -> int | None:
+def max_keys(model: PreTrainedModel) -> int | None:
     """How many keys a query attends to at most; None if to all that its masks show."""
     kept = (getattr(module, "keep_window_size", None) for module in model.modules())
     return min([*chosen_keys(model).values(), *(count for count in kept if isinstance(count, int))], default=None)
