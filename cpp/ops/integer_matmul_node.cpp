@@ -1,5 +1,8 @@
 // TideInt4MatMul, TideInt8MatMul and those with a gate: y [.., N] = x [.., K], rounded to 8 bits, times the transpose of
-// weights: integers [N, blocks, block_size * bits / 8] and scales [N, blocks].
+// weights: integers [N, blocks, block_size * bits / 8] and scales [N, blocks]. Where there are outliers [R], numbers of
+// columns, the last blocks are multiplied by those inputs again; K and R are whole blocks then.
+#include <atomic>
+
 #include "nodes.h"
 #include "product.h"
 #include "quantized_matmul.h"
@@ -10,22 +13,36 @@ namespace {
 
 constexpr std::int64_t kRoundedRows = 16;  // by one thread at a time
 
+bool are_columns(std::int64_t const* columns, std::int64_t count, std::int64_t k_size, std::int64_t block_size) {
+  return k_size % block_size == 0 && count % block_size == 0 &&
+         std::all_of(columns, columns + count, [=](std::int64_t column) { return column >= 0 && column < k_size; });
+}
+
 class IntegerMatMul : public Node {
  public:
   IntegerMatMul(int bits, bool gated) : bits_(bits), gated_(gated) {}
 
   Status* add(Operands const& operands, Run& run) override {
-    Tensor x, integers, scales;
+    Tensor x, integers, scales, outliers;
     TIDE_RETURN_IF_FAILED(operands.input(0, x));
     TIDE_RETURN_IF_FAILED(operands.input(1, integers));
     TIDE_RETURN_IF_FAILED(operands.input(2, scales));
+    TIDE_RETURN_IF_FAILED(operands.input(3, outliers));
     bool const shapes = x.rank >= 1 && x.rank <= kMaxRank && integers.rank == 3 && scales.rank == 2 &&
                         scales.dims[0] == integers.dims[0] && scales.dims[1] == integers.dims[1];
     std::int64_t const k_size = shapes ? x.dims[x.rank - 1] : 0;
     std::int64_t const block_size = shapes ? integers.dims[2] * 8 / bits_ : 0;
-    if (!shapes || !is_block_size(block_size) || (k_size + block_size - 1) / block_size != integers.dims[1]) {
+    std::int64_t const again = outliers.rank == 1 ? outliers.dims[0] : 0;
+    if (!shapes || !is_block_size(block_size) || (k_size + again + block_size - 1) / block_size != integers.dims[1]) {
       return invalid("TideInt4MatMul and TideInt8MatMul take x [.., K], integers [N, blocks, bytes of a block] and "
                      "scales [N, blocks]");
+    }
+    auto const* const columns = static_cast<std::int64_t const*>(outliers.data);
+    if (again > 0 && checked_ != columns) {  // once: they are weights
+      if (!are_columns(columns, again, k_size, block_size)) {
+        return invalid("TideInt4OutlierMatMul takes numbers of columns below K, and K and their count are whole blocks");
+      }
+      checked_ = columns;
     }
     Product product{};
     TIDE_RETURN_IF_FAILED(product.make(operands, x, integers.dims[0], gated_));
@@ -39,11 +56,18 @@ class IntegerMatMul : public Node {
                                  bits_};
     RoundedInputs inputs{nullptr, weights.blocks, block_size, bits_};
     std::int64_t const m_size = product.m_size, n_size = product.n_size;
-    inputs.rows = reinterpret_cast<char*>(product.scratch(run, m_size * inputs.stride() / 4, gated_));
+    // After the rounded rows: of each row, its inputs that are multiplied again.
+    std::int64_t const rounded = m_size * inputs.stride() / 4;
+    float* const scratch = product.scratch(run, rounded + m_size * again, gated_);
+    inputs.rows = reinterpret_cast<char*>(scratch);
     auto const* const floats = static_cast<float const*>(x.data);
     run.add((m_size + kRoundedRows - 1) / kRoundedRows, [=](std::int64_t part) {
       for (std::int64_t m = part * kRoundedRows; m < std::min((part + 1) * kRoundedRows, m_size); ++m) {
         inputs.round(floats + m * k_size, k_size, m);
+        if (again == 0) continue;
+        float* const repeated = scratch + rounded + m * again;
+        for (std::int64_t i = 0; i < again; ++i) repeated[i] = floats[m * k_size + columns[i]];
+        inputs.round(repeated, again, m, k_size / block_size);
       }
     });
     std::shared_ptr<PackedWeights const> const packed = packed_of(weights, run);
@@ -77,6 +101,7 @@ class IntegerMatMul : public Node {
   int const bits_;
   bool const gated_;
   KeptCopy<PackedWeights> kept_;
+  std::atomic<std::int64_t const*> checked_{nullptr};  // outliers whose numbers are columns
 };
 
 }  // namespace

@@ -129,6 +129,10 @@ NodeOperator matmul(char const* name, std::vector<int> inputs) {
   return operator_of(name, std::move(inputs), {abi::kFloat}, 0, 2);
 }
 
+NodeOperator outlier_matmul(char const* name) {
+  return operator_of(name, {abi::kFloat, abi::kUInt8, abi::kFloat, abi::kInt64}, {abi::kFloat}, 0, 3);
+}
+
 NodeOperator attention(char const* name, int number) {
   return operator_of(
       name,
@@ -157,6 +161,8 @@ struct Operators {
       matmul("TideGatedInt4MatMul", {abi::kFloat, abi::kUInt8, abi::kFloat}),
       matmul("TideInt8MatMul", {abi::kFloat, abi::kUInt8, abi::kFloat}),
       matmul("TideGatedInt8MatMul", {abi::kFloat, abi::kUInt8, abi::kFloat}),
+      outlier_matmul("TideInt4OutlierMatMul"),
+      outlier_matmul("TideGatedInt4OutlierMatMul"),
       operator_of("TideIntegerLayers", {kAnything}, {kAnything}, 0, 0),
   };
 };
@@ -168,7 +174,7 @@ std::unique_ptr<Node> node_of(std::string const& name, Attributes const& attribu
     std::string const prefix = gated ? "TideGated" : "Tide";
     if (name == prefix + "Bf16MatMul") return half_matmul_node(HalfFormat::kBf16, gated);
     if (name == prefix + "Fp16MatMul") return half_matmul_node(HalfFormat::kFp16, gated);
-    if (name == prefix + "Int4MatMul") return integer_matmul_node(4, gated);
+    if (name == prefix + "Int4MatMul" || name == prefix + "Int4OutlierMatMul") return integer_matmul_node(4, gated);
     if (name == prefix + "Int8MatMul") return integer_matmul_node(8, gated);
   }
   if (name == "TidePagedAttention") return attention_node(false, attributes);

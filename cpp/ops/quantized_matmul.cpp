@@ -215,11 +215,11 @@ void PackedWeights::fill(IntegerWeights const& weights, std::int64_t panel) {
   }
 }
 
-void RoundedInputs::round(float const* x, std::int64_t k_size, std::int64_t m) const {
-  char* const row = rows + m * stride();
-  auto* const row_scales = reinterpret_cast<float*>(row + scales());
-  auto* const row_starts = reinterpret_cast<std::int32_t*>(row + starts());
-  for (std::int64_t block = 0; block < blocks; ++block) {
+void RoundedInputs::round(float const* x, std::int64_t k_size, std::int64_t m, std::int64_t first) const {
+  char* const row = rows + m * stride() + first * block_size;
+  auto* const row_scales = reinterpret_cast<float*>(rows + m * stride() + scales()) + first;
+  auto* const row_starts = reinterpret_cast<std::int32_t*>(rows + m * stride() + starts()) + first;
+  for (std::int64_t block = 0; block * block_size < k_size; ++block) {
     std::int64_t const begin = block * block_size;
     __m512 largest = _mm512_setzero_ps();
     for (std::int64_t k = begin; k < begin + block_size; k += 16) {
@@ -254,7 +254,7 @@ namespace tide_ops {
 
 bool integers_supported() { return false; }
 void PackedWeights::fill(IntegerWeights const&, std::int64_t) {}
-void RoundedInputs::round(float const*, std::int64_t, std::int64_t) const {}
+void RoundedInputs::round(float const*, std::int64_t, std::int64_t, std::int64_t) const {}
 void multiply_integers(RoundedInputs const&, std::int64_t, PackedWeights const&, std::int64_t, std::int64_t,
                        float* const (&)[2], std::int64_t) {}
 

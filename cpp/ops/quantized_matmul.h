@@ -51,8 +51,8 @@ struct RoundedInputs {
   std::int64_t starts() const { return scales() + 4 * blocks; }
   std::int64_t stride() const { return (starts() + 4 * blocks + 63) / 64 * 64; }
 
-  // Rounds the `k_size` inputs of row m.
-  void round(float const* x, std::int64_t k_size, std::int64_t m) const;
+  // Rounds `k_size` inputs of row m, to its blocks from `first` on; those of the last block beyond them are 0.
+  void round(float const* x, std::int64_t k_size, std::int64_t m, std::int64_t first = 0) const;
 };
 
 // Whether this CPU has the instructions: AVX-512 VNNI.

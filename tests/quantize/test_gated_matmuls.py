@@ -17,11 +17,19 @@ from tide_export.graph.rewriting import HALF, run_passes
 from tide_export.lower.onnxruntime.gated_matmuls import GatedMatMulsPass
 from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
-from tide_export.names.operators import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_METADATA
+from tide_export.names.operators import (
+    DOMAIN,
+    OP_GATED_MATMUL,
+    OP_HALF_MATMUL,
+    OP_INTEGER_MATMUL,
+    OP_OUTLIER_MATMUL,
+    WEIGHTS_METADATA,
+)
+from tide_export.quantize.outliers import round_with_outliers
 from tide_export.quantize.rounding import round_to_nearest
 
 FLOAT = ir.DataType.FLOAT
-INTEGERS = {name: bits for bits, name in OP_INTEGER_MATMUL.items()}
+INTEGERS = {name: bits for bits, name in OP_INTEGER_MATMUL.items()} | {OP_OUTLIER_MATMUL: 4}
 HALVES = {name: weights for weights, name in OP_HALF_MATMUL.items()}
 
 
@@ -78,9 +86,14 @@ def mlp(op: str, rows: int = 96, columns: int = 80, change: str = "") -> ir.Mode
             dtype = HALF[HALVES[op]]
             stored = [ir.tensor(values.astype(dtype.numpy()), dtype=dtype, name=f"w{seed}")]
         else:
-            blocks = round_to_nearest(values, Quantization("rtn", INTEGERS[op], 32, symmetric=True, accuracy_level=4))
-            stored = [ir.tensor(a, name=f"w{seed}.{i}") for i, a in enumerate((blocks.packed, blocks.scales))]
-            attributes = {"K": columns, "N": rows, "bits": blocks.bits, "block_size": 32, "accuracy_level": 4}
+            settings = Quantization("rtn", INTEGERS[op], 32, symmetric=True, accuracy_level=4)
+            blocks = round_to_nearest(values, settings)
+            if op == OP_OUTLIER_MATMUL:
+                outliers = np.arange(32) + (seed if change == "other outliers" else 0)
+                blocks = round_with_outliers(values, outliers, settings, round_to_nearest)
+            arrays = [blocks.packed, blocks.scales, *([] if blocks.outliers is None else [blocks.outliers])]
+            stored = [ir.tensor(array, name=f"w{seed}.{i}") for i, array in enumerate(arrays)]
+            attributes = {"K": blocks.columns, "N": rows, "bits": blocks.bits, "block_size": 32, "accuracy_level": 4}
         named = [ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=t.shape, const_value=t) for t in stored]
         weights.extend(named)
         y = node(op, [x, *named], attributes, DOMAIN)
@@ -111,6 +124,7 @@ def opened(model: ir.Model, folder: Path | None) -> ort.InferenceSession:
 @pytest.mark.parametrize("op", OP_GATED_MATMUL)
 @pytest.mark.parametrize(("rows", "columns"), [(3, 32), (96, 80), (700, 576)])
 def test_the_operator_is_the_graph(op: str, rows: int, columns: int, operator_library: Path, tmp_path: Path) -> None:
+    columns = columns if op != OP_OUTLIER_MATMUL else -(-columns // 32) * 32  # whole blocks
     before, model = opened(mlp(op, rows, columns), tmp_path), mlp(op, rows, columns)
     run_passes(model, GatedMatMulsPass())
     assert [(node.domain, node.op_type) for node in model.graph] == [(DOMAIN, OP_GATED_MATMUL[op])]
@@ -141,6 +155,12 @@ def test_another_graph_stays(change: str) -> None:
     before = [node.op_type for node in model.graph]
     run_passes(model, GatedMatMulsPass())
     assert [node.op_type for node in model.graph] == before
+
+
+def test_matmuls_of_other_outliers_stay() -> None:
+    model = mlp(OP_OUTLIER_MATMUL, columns=64, change="other outliers")
+    run_passes(model, GatedMatMulsPass())
+    assert [node.op_type for node in model.graph].count(OP_OUTLIER_MATMUL) == 2
 
 
 def test_the_operator_refuses_an_odd_number_of_rows(operator_library: Path) -> None:

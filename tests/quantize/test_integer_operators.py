@@ -2,6 +2,7 @@
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,11 @@ from ort_sessions import register_operators
 from tide_export.bundle.manifest import Quantization
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
 from tide_export.model.quantized_weights import Blocks
-from tide_export.names.operators import DOMAIN, OP_INTEGER_MATMUL
+from tide_export.names.operators import DOMAIN, OP_INTEGER_MATMUL, OP_OUTLIER_MATMUL
+from tide_export.quantize.outliers import round_with_outliers
 from tide_export.quantize.rounding import round_to_nearest
+
+OUTLIERS = np.arange(3, 67, dtype=np.int64) * 4  # 64 of 288 columns
 
 
 def matrix(rows: int, columns: int, block_size: int, bits: int = 4) -> Blocks:
@@ -26,6 +30,9 @@ def matrix(rows: int, columns: int, block_size: int, bits: int = 4) -> Blocks:
 def model(blocks: Blocks, columns: int) -> bytes:
     """x [m, 1, columns] times `blocks`."""
     arrays = {"integers": blocks.packed, "scales": blocks.scales}
+    op = OP_INTEGER_MATMUL[blocks.bits]
+    if blocks.outliers is not None:
+        op, arrays["outliers"] = OP_OUTLIER_MATMUL, blocks.outliers
     stored = [
         ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
         for name, tensor in ((name, ir.tensor(array, name=name)) for name, array in arrays.items())
@@ -33,13 +40,11 @@ def model(blocks: Blocks, columns: int) -> bytes:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["m", 1, columns]))
     attributes = {"K": blocks.columns, "N": blocks.rows, "bits": blocks.bits}
     attributes |= {"block_size": blocks.block_size, "accuracy_level": 4}
-    node = ir.node(OP_INTEGER_MATMUL[blocks.bits], [x, *stored], attributes, domain=DOMAIN)
+    node = ir.node(op, [x, *stored], attributes, domain=DOMAIN)
     node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     imports = {"": 23, DOMAIN: 1, "com.microsoft": 1}
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=stored, opset_imports=imports, name="product")
-    return ir.to_proto(
-        ir.Model(graph, ir_version=11, functions=[integer_matmul_function(OP_INTEGER_MATMUL[blocks.bits])])
-    ).SerializeToString()
+    return ir.to_proto(ir.Model(graph, ir_version=11, functions=[integer_matmul_function(op)])).SerializeToString()
 
 
 def opened(proto: bytes, folder: Path) -> ort.InferenceSession:
@@ -80,6 +85,42 @@ def test_the_operator_is_the_function(
     events = json.loads(Path(session.end_profiling()).read_text())
     if OP_INTEGER_MATMUL[bits] not in {event.get("args", {}).get("op_name") for event in events}:
         pytest.skip("this CPU has no AVX-512 VNNI: MatMulNBits ran")
+
+
+def with_outliers(rows: int, outliers: np.ndarray = OUTLIERS) -> tuple[np.ndarray, Blocks]:
+    """Weights of 288 columns, and those rounded."""
+    weight = np.random.default_rng(rows).standard_normal((rows, 288), dtype=np.float32)
+    settings = Quantization("rtn", 4, 32, symmetric=True, accuracy_level=4)
+    return weight, round_with_outliers(weight, outliers, settings, round_to_nearest)
+
+
+def test_the_operator_multiplies_outliers_by_both_their_columns(operator_library: Path, tmp_path: Path) -> None:
+    weight, blocks = with_outliers(70)
+    assert (blocks.columns, blocks.inputs, blocks.packed.shape) == (352, 288, (70, 11, 16))
+    proto = model(blocks, 288)
+    session, plain = opened(proto, tmp_path), ort.InferenceSession(proto)
+    x = np.random.default_rng(1).standard_normal((21, 1, 288), dtype=np.float32)
+    x[:, :, OUTLIERS] *= 50
+    (expected,), (whole,) = plain.run(None, {"x": x}), session.run(None, {"x": x})
+    np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(whole, x @ blocks.values().T, rtol=0, atol=0.02 * np.abs(expected).max())
+    for rows in (0, 1, 5, 6, 17):
+        np.testing.assert_array_equal(session.run(None, {"x": x[:rows]})[0], whole[:rows])
+    single = np.abs(x @ round_to_nearest(weight, Quantization("rtn", 4, 32, True, 4)).values().T - x @ weight.T).mean()
+    assert np.abs(x @ blocks.values().T - x @ weight.T).mean() < 0.2 * single
+    events = json.loads(Path(session.end_profiling()).read_text())
+    if OP_OUTLIER_MATMUL not in {event.get("args", {}).get("op_name") for event in events}:
+        pytest.skip("this CPU has no AVX-512 VNNI: the function ran")
+
+
+@pytest.mark.parametrize("wrong", [288, -1])
+def test_the_operator_refuses_outliers_that_are_no_columns(operator_library: Path, tmp_path: Path, wrong: int) -> None:
+    _, blocks = with_outliers(8)
+    outliers = OUTLIERS.copy()
+    outliers[5] = wrong
+    session = opened(model(replace(blocks, outliers=outliers), 288), tmp_path)
+    with pytest.raises(Exception, match=r"TideInt4OutlierMatMul takes numbers of columns|indices element out of data"):
+        session.run(None, {"x": np.zeros((1, 1, 288), np.float32)})
 
 
 def test_the_operator_refuses_another_width(operator_library: Path, tmp_path: Path) -> None:

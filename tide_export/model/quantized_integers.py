@@ -97,6 +97,11 @@ class CheckpointMatrix:
     def bits(self) -> int:
         return self.weight.bits
 
+    @property
+    def outliers(self) -> None:
+        """None: no input is multiplied by two columns."""
+        return None
+
     @cached_property
     def order(self) -> np.ndarray | None:
         """Returns the input that each column of `packed` multiplies, int64 [K].

@@ -23,8 +23,9 @@ class Blocks:
         packed: uint8 [N, n, block size * bits / 8], the first of two 4-bit integers in the low half of its byte.
         scales: float32 [N, n].
         zeros: uint8 [N, ceil(n * bits / 8)], packed alike; None: 2 ** (bits - 1) everywhere.
-        columns: K.
+        columns: K, of which the last R are second columns of outliers.
         bits: 4 or 8.
+        outliers: the inputs that are multiplied by two columns, int64 [R]; None: each by one.
     """
 
     packed: np.ndarray
@@ -32,6 +33,7 @@ class Blocks:
     zeros: np.ndarray | None
     columns: int
     bits: int
+    outliers: np.ndarray | None = None
 
     @classmethod
     def from_integers(
@@ -68,15 +70,23 @@ class Blocks:
         integers = _unpack(self.packed, self.bits).reshape(self.rows, -1)[:, : self.columns]
         return integers.astype(np.int8) - np.int8(2 ** (self.bits - 1))
 
+    @property
+    def inputs(self) -> int:
+        """The number of inputs it is multiplied by, K - R."""
+        return self.columns - (0 if self.outliers is None else len(self.outliers))
+
     def values(self) -> np.ndarray:
-        """Dequantizes the matrix, float32 [N, K]."""
+        """Dequantizes the matrix, float32 [N, K - R]."""
         integers = _unpack(self.packed, self.bits).astype(np.float32)
         if self.zeros is None:
             integers -= np.float32(2 ** (self.bits - 1))
         else:
             integers -= _unpack(self.zeros, self.bits)[:, : self.scales.shape[1], None].astype(np.float32)
         integers *= self.scales[..., None]
-        return np.ascontiguousarray(integers.reshape(self.rows, -1)[:, : self.columns])
+        values = integers.reshape(self.rows, -1)
+        if self.outliers is not None:
+            values[:, self.outliers] += values[:, self.inputs : self.columns]
+        return np.ascontiguousarray(values[:, : self.inputs])
 
     def split(self, rows: Sequence[int]) -> "list[Blocks]":
         """Cuts the matrix into parts with these numbers of rows."""
@@ -87,6 +97,7 @@ class Blocks:
                 None if self.zeros is None else self.zeros[start:stop],
                 self.columns,
                 self.bits,
+                self.outliers,
             )
             for start, stop in pairwise(np.cumsum([0, *rows]))
         ]
@@ -138,6 +149,8 @@ class IntegerMatrix(Protocol):
     def scales(self) -> np.ndarray: ...
     @property
     def zeros(self) -> np.ndarray | None: ...
+    @property
+    def outliers(self) -> np.ndarray | None: ...
     def values(self) -> np.ndarray: ...
 
 

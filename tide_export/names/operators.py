@@ -17,10 +17,10 @@ OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized mat
 OP_HALF_MATMUL = {"bf16": "TideBf16MatMul", "fp16": "TideFp16MatMul"}
 # MatMulNBits at accuracy level 4, by bits; model-local functions and operators of cpp/ops.
 OP_INTEGER_MATMUL = {4: "TideInt4MatMul", 8: "TideInt8MatMul"}
+OP_OUTLIER_MATMUL = "TideInt4OutlierMatMul"  # of x and, again, those of its inputs that a fourth input numbers
+INTEGER_MATMULS = (*OP_INTEGER_MATMUL.values(), OP_OUTLIER_MATMUL)
 # The products by an MLP's gate and up projections, one matrix after the other: SiLU(gate) * up; likewise both.
-OP_GATED_MATMUL = {
-    name: name.replace("Tide", "TideGated") for name in (*OP_HALF_MATMUL.values(), *OP_INTEGER_MATMUL.values())
-}
+OP_GATED_MATMUL = {name: name.replace("Tide", "TideGated") for name in (*OP_HALF_MATMUL.values(), *INTEGER_MATMULS)}
 # Attention to K/V pages, by their type; likewise both.
 OP_PAGED_ATTENTION = {"float32": "TidePagedAttention", "int8": "TideInt8PagedAttention"}
 OP_GATE = "TideGate"  # [.., 2 W] -> SiLU of the first half times the second; likewise both
@@ -32,7 +32,7 @@ OP_INTEGER_LAYERS, OP_LAYERS = "TideIntegerLayers", "TideLayers"
 OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"
 # Every operator of cpp/ops.
 OPERATORS = (
-    *(*OP_HALF_MATMUL.values(), *OP_INTEGER_MATMUL.values(), *OP_GATED_MATMUL.values()),
+    *(*OP_HALF_MATMUL.values(), *INTEGER_MATMULS, *OP_GATED_MATMUL.values()),
     *(*OP_PAGED_ATTENTION.values(), *STATE_OPERATORS, OP_GATE, OP_LORA),
     *(OP_INTEGER_LAYERS, OP_LAYERS, OP_CANDIDATE, OP_LENS_CANDIDATE),
 )

@@ -1,6 +1,7 @@
 """Quantizes a loaded model in place: it then computes with the values of integers in blocks.
 
-Head and embedding get 8 bits: rounding them to 4 costs more perplexity than rounding a third of the layers.
+Head and embedding get 8 bits: rounding them to 4 costs more perplexity than rounding a third of the layers. A head with
+outlier columns (`quantize.outliers`) has 4, and a matrix of its own where it was tied to the embedding.
 """
 
 import logging
@@ -16,11 +17,12 @@ from tide_export.model.quantized_weights import Blocks, QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.quantize.gptq import quantize_layer, record_layer_inputs, require_gptq
 from tide_export.quantize.matrices import Matrix, find_matrices
+from tide_export.quantize.outliers import find_outliers, round_with_outliers
 from tide_export.quantize.rounding import Rounding, round_to_nearest
 
 logger = logging.getLogger("tide_export")
 
-OUTSIDE_BITS = 8  # of head and embedding
+OUTSIDE_BITS = 8  # of the embedding, and of a head without outlier columns
 
 
 def quantize_model(
@@ -46,6 +48,7 @@ def quantize_model(
     """
     if settings.method == "gptq":
         require_gptq()
+    outliers = find_outliers(source, settings) if outside and settings.method == "rtn" else {}
     matrices = find_matrices(source)
     if not outside:
         matrices = replace(matrices, outside=[])
@@ -58,13 +61,18 @@ def quantize_model(
 
         def round_all(group: Sequence[Matrix], settings: Quantization) -> None:
             for matrix in group:
-                before = matrix.read()
-                blocks[matrix.name] = rounding(before, settings)
+                before, columns = matrix.read(), outliers.get(id(matrix.parameter))
+                if columns is None:
+                    blocks[matrix.name] = rounding(before, settings)
+                else:
+                    blocks[matrix.name] = round_with_outliers(before, columns, settings, rounding)
                 matrix.write(after := blocks[matrix.name].values())
                 errors.append(_squares(before, after))
                 advance(1)
 
-        round_all(matrices.outside, replace(settings, bits=OUTSIDE_BITS))
+        for matrix in matrices.outside:
+            whole = id(matrix.parameter) in outliers
+            round_all([matrix], settings if whole else replace(settings, bits=OUTSIDE_BITS))
         texts = record_layer_inputs(source, sequences or ()) if settings.method == "gptq" else []
         for number, (layer, linear) in enumerate(zip(source.structure.layers, matrices.linear, strict=True)):
             round_all(matrices.experts[number], settings)

@@ -142,6 +142,25 @@ def find_matrices(source: SourceModel) -> Matrices:
     return Matrices(outside, linear, routed, unquantized)
 
 
+def own_head(source: SourceModel) -> nn.Linear | None:
+    """Gives the model's head a matrix of its own where it shares that of the embedding, and returns the head.
+
+    None where it is not one linear layer.
+    """
+    head = source.model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return None
+    if head.weight is getattr(source.model.get_input_embeddings(), "weight", None):
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    return head
+
+
+def own_head_name(source: SourceModel) -> str | None:
+    """Returns the name that the matrix of `own_head` has."""
+    head = source.model.get_output_embeddings()
+    return next((f"{name}.weight" for name, module in source.model.named_modules() if module is head), None)
+
+
 def _size(module: nn.Module) -> tuple[int, int]:
     """Returns rows N and columns K."""
     rows, columns = module.weight.shape  # type: ignore[misc]

@@ -21,16 +21,16 @@ from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
-from tide_export.names.operators import OP_GATED_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_METADATA
+from tide_export.names.operators import INTEGER_MATMULS, OP_GATED_MATMUL, WEIGHTS_METADATA
 from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.quantize.fp8 import round_to_fp8
 from tide_export.quantize.half import round_to_half
-from tide_export.quantize.matrices import find_matrices
+from tide_export.quantize.matrices import find_matrices, own_head, own_head_name
 from tide_export.runtime.engine import Engine, open_engine
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
 FLOAT32_MATMULS = 1  # accuracy_level of MatMulNBits
-INTEGER_MATMULS = [name for plain in OP_INTEGER_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])]
+ALL_INTEGER_MATMULS = [name for plain in INTEGER_MATMULS for name in (plain, OP_GATED_MATMUL[plain])]
 
 
 def restore(source: SourceModel, bundle: Bundle) -> float | None:
@@ -50,6 +50,9 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
     settings = bundle.manifest.quantization
     if settings is None or settings.method == CHECKPOINT:
         return None
+    head = own_head_name(source)
+    if any(names == [head] for names, _ in stored_matrices(bundle)):
+        own_head(source)
     rows = {matrix.name: matrix for matrix in find_matrices(source).all()}
     squared_error = squared = 0.0
     done: set[str] = set()
@@ -62,7 +65,7 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
         if done.issuperset(names):
             continue  # a shared embedding and head
         before = [rows[name].read() for name in names]
-        if sum(map(len, before)) != whole.rows or {old.shape[1] for old in before} != {whole.columns}:
+        if sum(map(len, before)) != whole.rows or {old.shape[1] for old in before} != {whole.inputs}:
             raise BundleError(
                 f"bundle '{bundle.path}': the quantized matrix {names[0]} is of another size than its model's"
             )
@@ -87,7 +90,7 @@ def float32_engine(bundle: Bundle, threads: int | None = None) -> Engine:
     """Opens the bundle's graph with quantized matmuls computed in float32; raises as `load`."""
     proto = ir.to_proto(_graph(bundle))
     for function in proto.functions:
-        if function.name in INTEGER_MATMULS:
+        if function.name in ALL_INTEGER_MATMULS:
             function.name += "Function"
             _as_functions(function.node)
     _set_level(proto.graph)
@@ -126,7 +129,7 @@ def _set_level(graph: onnx.GraphProto) -> None:
 def _as_functions(nodes: Iterable[onnx.NodeProto]) -> None:
     """Renames calls of integer matmuls to functions, as no operator is named, which use MatMulNBits."""
     for node in nodes:
-        if node.op_type in INTEGER_MATMULS:
+        if node.op_type in ALL_INTEGER_MATMULS:
             node.op_type += "Function"
 
 
@@ -141,11 +144,14 @@ def stored_matrices(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
     """Yields the quantized matrices of the graph, each with the names of the parameters in its rows."""
     with bundle.file(WEIGHTS_FILE).mapped() as weights:
         for node in _graph(bundle).graph.all_nodes():
-            if node.op_type not in ("MatMulNBits", *INTEGER_MATMULS, "GatherBlockQuantized"):
+            if node.op_type not in ("MatMulNBits", *ALL_INTEGER_MATMULS, "GatherBlockQuantized"):
                 continue
             indices = (0, 2, 3) if node.op_type == "GatherBlockQuantized" else (1, 2, 3)
             arrays = [_array(node.inputs[i], weights) if i < len(node.inputs) else None for i in indices]
             packed, scales, zeros = arrays
+            outliers = None
+            if node.op_type != "MatMulNBits" and indices[0] == 1:
+                zeros, outliers = None, zeros
             if packed is None or scales is None or WEIGHTS_METADATA not in node.metadata_props:
                 raise BundleError(f"bundle '{bundle.path}': node {node.name} does not name its weights")
             bits = node.attributes["bits"].as_int()
@@ -154,7 +160,7 @@ def stored_matrices(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
             if node.op_type == "GatherBlockQuantized":
                 packed = packed.reshape(len(packed), scales.shape[1], -1)
                 columns = _columns(node, weights) or scales.shape[1] * node.attributes["block_size"].as_int()
-            yield names, Blocks(packed, scales, zeros, columns, bits)
+            yield names, Blocks(packed, scales, zeros, columns, bits, outliers)
 
 
 def _columns(gather: ir.Node, weights: mmap | bytes) -> int | None:

@@ -32,6 +32,8 @@ from tide_export.graph.rewriting import (
 )
 from tide_export.names.operators import DOMAIN, OP_GATE, OP_GATED_MATMUL, OP_LORA, WEIGHTS_METADATA
 
+_WEIGHTS = slice(1, 3)  # inputs of a matmul that have a row for each of its outputs; after them: outliers
+
 
 @dataclass
 class _Mlp:
@@ -134,17 +136,19 @@ def _readers(node: ir.Node) -> int:
 def _kind(matmul: ir.Node) -> tuple[object, ...]:
     """Returns what two matmuls must have in common to be one."""
     attributes = sorted((name, attribute.value) for name, attribute in matmul.attributes.items())
-    return matmul.op_type, matmul.inputs[0], matmul.graph, last_dim(matmul.outputs[0]), attributes
+    outliers = [required(required(value).const_value).numpy().tobytes() for value in matmul.inputs[_WEIGHTS.stop :]]
+    return matmul.op_type, matmul.inputs[0], matmul.graph, last_dim(matmul.outputs[0]), attributes, outliers
 
 
 def _replace(graph: ir.Graph, mlp: _Mlp) -> None:
     weights = [
-        _stacked(graph, map(required, pair)) for pair in zip(mlp.gate.inputs[1:], mlp.up.inputs[1:], strict=True)
+        _stacked(graph, map(required, pair))
+        for pair in zip(mlp.gate.inputs[_WEIGHTS], mlp.up.inputs[_WEIGHTS], strict=True)
     ]
     attributes = {name: attribute.value for name, attribute in mlp.gate.attributes.items()}
     if "N" in attributes:
         attributes["N"] *= 2
-    inputs, old = [mlp.gate.inputs[0], *weights], mlp.product.outputs[0]
+    inputs, old = [mlp.gate.inputs[0], *weights, *mlp.gate.inputs[_WEIGHTS.stop :]], mlp.product.outputs[0]
     changed = any(mlp.loras)
     op = mlp.gate.op_type if changed else OP_GATED_MATMUL[mlp.gate.op_type]
     shape = [*dims(old)[:-1], static_dim(old, -1) * (2 if changed else 1)]

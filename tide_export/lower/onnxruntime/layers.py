@@ -26,19 +26,19 @@ from onnx_ir.passes import common as common_passes
 from tide_export.graph.rewriting import FLOAT, graph_of, is_weight, last_dim, new_node, rank, required
 from tide_export.names.operators import (
     DOMAIN,
+    INTEGER_MATMULS,
     OP_GATE,
     OP_GATED_MATMUL,
     OP_HALF_MATMUL,
     OP_INTEGER_LAYERS,
-    OP_INTEGER_MATMUL,
     OP_LAYERS,
     OP_LORA,
     OP_PAGED_ATTENTION,
 )
 
-INTEGER_MATMULS = {name for plain in OP_INTEGER_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
+ALL_INTEGER_MATMULS = {name for plain in INTEGER_MATMULS for name in (plain, OP_GATED_MATMUL[plain])}
 HALF_MATMULS = {name for plain in OP_HALF_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
-HEAVY = INTEGER_MATMULS | HALF_MATMULS | set(OP_PAGED_ATTENTION.values())
+HEAVY = ALL_INTEGER_MATMULS | HALF_MATMULS | set(OP_PAGED_ATTENTION.values())
 NORMS = {("", "RMSNormalization"), ("", "LayerNormalization")}
 SKIP_NORMS = {
     ("com.microsoft", "SkipSimplifiedLayerNormalization"),
@@ -171,7 +171,7 @@ def _replace(model: ir.Model, run: _Run, overload: str) -> None:
     first = next(iter(_states(_read(run.nodes[0]))))
     inputs.sort(key=lambda value: value is not first)
     outputs = [value for node in run.nodes for value in node.outputs if value.name and _is_read_outside(value, own)]
-    op_type = OP_INTEGER_LAYERS if any(node.op_type in INTEGER_MATMULS for node in run.nodes) else OP_LAYERS
+    op_type = OP_INTEGER_LAYERS if any(node.op_type in ALL_INTEGER_MATMULS for node in run.nodes) else OP_LAYERS
     layers = new_node(
         op_type,
         inputs,

@@ -4,7 +4,8 @@
 
 A matmul without zero points, whose inputs are rounded to 8 bits too, is `tide::TideInt4MatMul` or `TideInt8MatMul`,
 operators of the library in `cpp/ops`. They are also model-local functions, MatMulNBits, which ONNX Runtime inlines
-where the library is not registered or the CPU lacks the instructions.
+where the library is not registered or the CPU lacks the instructions. One with outlier columns (`quantize.outliers`) is
+`tide::TideInt4OutlierMatMul`, in whose function the inputs of these columns follow all inputs.
 
 The integers are those that the weights were rounded to before the model was calibrated and traced. A matrix that is
 both multiplied by and looked up in (a head tied to the embedding) is one array under two shapes, which
@@ -15,9 +16,11 @@ that `verify.quantized` can read the model back out of a bundle.
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import onnx.parser
 import onnx_ir as ir
 
 from tide_export.bundle.manifest import INT8_MATMULS, Quantization
+from tide_export.graph.builder import OPSET
 from tide_export.graph.rewriting import (
     FLOAT,
     constant,
@@ -32,7 +35,9 @@ from tide_export.graph.rewriting import (
 from tide_export.model.quantized_weights import Blocks, Fp8Matrix, IntegerMatrix
 from tide_export.names.operators import (
     DOMAIN,
+    INTEGER_MATMULS,
     OP_INTEGER_MATMUL,
+    OP_OUTLIER_MATMUL,
     OP_QUANTIZED_GATHER,
     OP_QUANTIZED_MATMUL,
     WEIGHTS_METADATA,
@@ -59,7 +64,7 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
         nodes = _symbolic(model)
         for node in nodes:
             (self._matmul if node.op_type == OP_QUANTIZED_MATMUL else self._gather)(model.graph, node)
-        for op in OP_INTEGER_MATMUL.values():
+        for op in INTEGER_MATMULS:
             if nodes_of(model.graph, op, DOMAIN):
                 function = integer_matmul_function(op)
                 model.functions[function.identifier()] = function
@@ -86,7 +91,11 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
         x, *bias = node.inputs
         inputs, output = [x, *_stored(graph, names, blocks)], node.outputs[0]
         if first.symmetric and attributes["accuracy_level"] == INT8_MATMULS:
-            result = _quantized_op(node, OP_INTEGER_MATMUL[first.bits], inputs, attributes, DOMAIN)
+            op = OP_INTEGER_MATMUL[first.bits]
+            if (outliers := _outliers(blocks)) is not None:
+                op = OP_OUTLIER_MATMUL
+                inputs.append(constant(graph, f"{'+'.join(names)}.outliers", outliers))
+            result = _quantized_op(node, op, inputs, attributes, DOMAIN)
             if bias:
                 result = op_before(node, "Add", [result, bias[0]], dtype=output.dtype, shape=output.shape)
         else:
@@ -111,14 +120,26 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
 
 
 def integer_matmul_function(name: str) -> ir.Function:
-    """Defines `name`(x [.., K], integers, scales) -> y [.., N]: MatMulNBits with the same attributes."""
-    inputs, y = [ir.Value(name=taken) for taken in ("x", "integers", "scales")], ir.Value(name="y")
+    """Defines `name`(x [.., K], integers, scales[, outliers]) -> y [.., N]: MatMulNBits with the same attributes."""
     settings = ("K", "N", "bits", "block_size", "accuracy_level")
-    attributes = [ir.RefAttr(setting, setting, ir.AttributeType.INT) for setting in settings]
-    node = ir.Node("com.microsoft", "MatMulNBits", inputs, attributes, outputs=[y], name="MatMulNBits")
-    body = ir.Graph(inputs, [y], nodes=[node], opset_imports={"com.microsoft": 1}, name=name)
-    taken = [ir.Attr(setting, ir.AttributeType.INT, None) for setting in settings]
-    return ir.Function(DOMAIN, name, graph=body, attributes=taken)
+    references = ", ".join(f"{setting}: int = @{setting}" for setting in settings)
+    outliers = name == OP_OUTLIER_MATMUL
+    taken = "x, integers, scales, outliers" if outliers else "x, integers, scales"
+    again = "again = Gather <axis = -1> (x, outliers)  all = Concat <axis = -1> (x, again)" if outliers else ""
+    text = f"""<opset_import: ["" : {OPSET}, "com.microsoft" : 1], domain: "{DOMAIN}">
+        {name} <{", ".join(settings)}> ({taken}) => (y) {{
+            {again}
+            y = com.microsoft.MatMulNBits <{references}> ({"all" if outliers else "x"}, integers, scales)
+        }}"""
+    return ir.serde.deserialize_function(onnx.parser.parse_function(text))
+
+
+def _outliers(matrices: Sequence[IntegerMatrix]) -> np.ndarray | None:
+    """Returns the outliers of `matrices`, which are multiplied by the same inputs; None: they have none."""
+    first = matrices[0].outliers
+    if any(not np.array_equal(matrix.outliers, first) for matrix in matrices[1:]):  # type: ignore[arg-type]
+        raise ValueError("matrices of the same inputs have other outliers")
+    return first
 
 
 def _float_matmul(

@@ -1,0 +1,113 @@
+"""Finds the inputs of matrices whose squares are largest, and stores what rounding leaves of their columns.
+
+In language models a few inputs of a matrix are much larger than the others, and an error of their columns counts most
+(LLM.int8(), Dettmers et al., https://arxiv.org/abs/2208.07339; OWQ, Lee et al., https://arxiv.org/abs/2306.02272). A
+second column of 4 bits holds what rounding such an outlier column leaves: two columns of 4 bits round like one of 8.
+
+The inputs are measured on random tokens, so no text is needed.
+"""
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tide_export.bundle.manifest import INT8_MATMULS, Quantization
+from tide_export.common.progress import stage
+from tide_export.model.quantized_weights import Blocks
+from tide_export.model.source import SourceModel
+from tide_export.quantize.matrices import find_matrices, own_head
+from tide_export.quantize.rounding import Rounding
+
+MIN_SIZE = 256  # matrices with fewer rows or columns get none
+LAYER_SHARE, HEAD_SHARE = 16, 8  # one column of so many is an outlier
+SEQUENCES, LENGTH, BATCH = 32, 32, 8  # of random tokens
+FIRST = 4  # position of the first input that is measured; those before are unlike all others
+
+
+def find_outliers(source: SourceModel, settings: Quantization) -> dict[int, np.ndarray]:
+    """Returns the outlier columns of linear layers and head, int64 [R], by `id` of the parameter.
+
+    Only matrices of the runtime's own operator have some: of 4 bits, without zero points, at the level of 8-bit inputs.
+    The head then has a matrix of its own.
+    """
+    if settings.bits != 4 or not settings.symmetric or settings.accuracy_level != INT8_MATMULS:
+        return {}
+    layers = [module for layer in find_matrices(source).linear for module in layer]
+    head = source.model.get_output_embeddings()
+    wide: dict[nn.Module, int] = {module: LAYER_SHARE for module in layers if can_have(settings, module)}
+    if type(head) is nn.Linear and can_have(settings, head) and head.in_features == source.normalized_size:
+        wide[head] = HEAD_SHARE
+        own_head(source)
+    if not wide:
+        return {}
+    squares = measure_inputs(source, wide)
+    return {id(module.weight): largest(found, settings, wide[module]) for module, found in squares.items()}
+
+
+def can_have(settings: Quantization, module: Any) -> bool:
+    """Returns whether the matrix of `module`, in whichever order its dimensions are, is large and of whole blocks."""
+    size = settings.block_size
+    return all(count >= max(MIN_SIZE, 4 * size) and count % size == 0 for count in module.weight.shape)
+
+
+@torch.no_grad()
+def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[nn.Module, np.ndarray]:
+    """Runs the model on random tokens and returns the sums of squares of the inputs of each module that ran, [K]."""
+    squares: dict[nn.Module, torch.Tensor] = {}
+    head = source.model.get_output_embeddings()
+
+    def add(module: nn.Module, inputs: torch.Tensor) -> None:
+        rows = inputs[:, FIRST:] if inputs.ndim > 2 else inputs  # experts' have no positions
+        squares[module] = squares.get(module, torch.zeros(())) + rows.flatten(0, -2).square().sum(0).float().cpu()
+
+    length = min(LENGTH, source.context_length or LENGTH)
+    with ExitStack() as hooks:
+        for module in modules:
+            if module is not head:
+                hooks.enter_context(module.register_forward_pre_hook(lambda module, args: add(module, args[0])))
+        advance = hooks.enter_context(stage("measuring the inputs of the matrices", total=SEQUENCES // BATCH))
+        for ids in _random_tokens(source, length).split(BATCH):
+            raw = source.raw_states(ids.to(source.device), [source.num_layers])[source.num_layers]
+            if head in modules:
+                add(head, source.normalize(raw))
+            advance(1)
+    return {module: found.numpy() for module, found in squares.items()}
+
+
+def _random_tokens(source: SourceModel, length: int) -> torch.Tensor:
+    """Returns token ids [SEQUENCES, length], none of which the config names: those may stand for an image."""
+    ids = torch.randint(source.vocab_size, (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
+    configs = (source.model.config.to_dict(), source.text_config.to_dict())
+    named = {value for config in configs for value in config.values() if isinstance(value, int)}
+    other = next(token for token in range(source.vocab_size) if token not in named)
+    return torch.where(torch.isin(ids, torch.tensor(sorted(named))), other, ids)
+
+
+def largest(squares: np.ndarray, settings: Quantization, share: int) -> np.ndarray:
+    """Returns the ascending numbers of the outlier columns, int64 [R], which fill whole blocks.
+
+    Args:
+        squares: sums of squares of the inputs, [K].
+        share: one column of so many is an outlier.
+    """
+    count = settings.block_size * max(1, len(squares) // (share * settings.block_size))
+    return np.sort(np.argsort(-squares, kind="stable")[:count]).astype(np.int64)
+
+
+def round_with_outliers(weight: np.ndarray, outliers: np.ndarray, settings: Quantization, rounding: Rounding) -> Blocks:
+    """Quantizes `weight`, float32 [N, K], with second columns for `outliers`."""
+    first = rounding(weight, settings)
+    left = weight[:, outliers] - first.values()[:, outliers]
+    second = rounding(np.ascontiguousarray(left), settings)
+    return replace(
+        first,
+        packed=np.concatenate([first.packed, second.packed], 1),
+        scales=np.concatenate([first.scales, second.scales], 1),
+        columns=first.columns + second.columns,
+        outliers=outliers,
+    )
