@@ -38,7 +38,7 @@ WIDE = {
 }
 CONFIGS = {
     "llama": lambda **other: tf.LlamaConfig(
-        **{**WIDE, "intermediate_size": 512, "num_key_value_heads": 4, "tie_word_embeddings": True, **other}
+        **{**WIDE, "intermediate_size": 512, "num_key_value_heads": 2, "tie_word_embeddings": True, **other}
     ),
     "gpt2": lambda **other: tf.GPT2Config(**{**WIDE, **other}),  # its matrices are stored the other way round
     "phi": lambda **other: tf.PhiConfig(**{**WIDE, "intermediate_size": 512, **other}),  # its head has a bias
@@ -116,7 +116,7 @@ def test_int4_with_outliers_errs_far_less_and_the_embedding_stays(kind: str) -> 
         (wide, {"settings": Quantization("rtn", 8, 32, True, 4)}),
         (wide, {"settings": Quantization("rtn", 4, 32, False, 4)}),
         (wide, {"settings": Quantization("rtn", 4, 32, True, 1)}),
-        (wide, {"settings": Quantization("rtn", 4, 128, True, 4)}),
+        (wide, {"settings": Quantization("rtn", 4, 256, True, 4)}),
         (wide, {"rounding": round_for_tensorrt(np.dtype(np.float16)), "outside": False}),
     ],
     ids=["narrow", "int8", "zero points", "float32 inputs", "large blocks", "TensorRT"],

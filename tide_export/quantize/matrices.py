@@ -143,9 +143,10 @@ def find_matrices(source: SourceModel) -> Matrices:
 
 
 def own_head(source: SourceModel) -> nn.Linear | None:
-    """Gives the model's head a matrix of its own where it shares that of the embedding, and returns the head.
+    """Gives the model's head a matrix of its own, where it shares the embedding's.
 
-    None where it is not one linear layer.
+    Returns:
+        The head; None where it is not one linear layer.
     """
     head = source.model.get_output_embeddings()
     if type(head) is not nn.Linear:

@@ -1,4 +1,4 @@
-"""Finds the inputs of matrices whose squares are largest, and stores what rounding leaves of their columns.
+"""Finds the columns that multiply the largest inputs, and stores what rounding leaves of them.
 
 In language models a few inputs of a matrix are much larger than the others, and an error of their columns counts most
 (LLM.int8(), Dettmers et al., https://arxiv.org/abs/2208.07339; OWQ, Lee et al., https://arxiv.org/abs/2306.02272). A
@@ -10,7 +10,6 @@ The inputs are measured on random tokens, so no text is needed.
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from tide_export.model.source import SourceModel
 from tide_export.quantize.matrices import find_matrices, own_head
 from tide_export.quantize.rounding import Rounding
 
-MIN_SIZE = 256  # matrices with fewer rows or columns get none
+MIN_COLUMNS = 256  # narrower matrices get none
 LAYER_SHARE, HEAD_SHARE = 16, 8  # one column of so many is an outlier
 SEQUENCES, LENGTH, BATCH = 32, 32, 8  # of random tokens
 FIRST = 4  # position of the first input that is measured; those before are unlike all others
@@ -37,10 +36,14 @@ def find_outliers(source: SourceModel, settings: Quantization) -> dict[int, np.n
     """
     if settings.bits != 4 or not settings.symmetric or settings.accuracy_level != INT8_MATMULS:
         return {}
-    layers = [module for layer in find_matrices(source).linear for module in layer]
     head = source.model.get_output_embeddings()
-    wide: dict[nn.Module, int] = {module: LAYER_SHARE for module in layers if can_have(settings, module)}
-    if type(head) is nn.Linear and can_have(settings, head) and head.in_features == source.normalized_size:
+    wide: dict[nn.Module, int] = {
+        module: LAYER_SHARE
+        for layer in find_matrices(source).linear
+        for module, matrix in layer.items()
+        if can_have(matrix.columns, settings)
+    }
+    if type(head) is nn.Linear and can_have(head.in_features, settings) and head.in_features == source.normalized_size:
         wide[head] = HEAD_SHARE
         own_head(source)
     if not wide:
@@ -49,21 +52,27 @@ def find_outliers(source: SourceModel, settings: Quantization) -> dict[int, np.n
     return {id(module.weight): largest(found, settings, wide[module]) for module, found in squares.items()}
 
 
-def can_have(settings: Quantization, module: Any) -> bool:
-    """Returns whether the matrix of `module`, in whichever order its dimensions are, is large and of whole blocks."""
-    size = settings.block_size
-    return all(count >= max(MIN_SIZE, 4 * size) and count % size == 0 for count in module.weight.shape)
+def can_have(columns: int, settings: Quantization) -> bool:
+    """Returns whether a matrix of so many columns is wide enough, and they are whole blocks."""
+    return columns >= max(MIN_COLUMNS, 4 * settings.block_size) and columns % settings.block_size == 0
 
 
 @torch.no_grad()
 def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[nn.Module, np.ndarray]:
-    """Runs the model on random tokens and returns the sums of squares of the inputs of each module that ran, [K]."""
+    """Runs the model on random tokens and sums the squares of the inputs of each module.
+
+    Returns:
+        A module that ran -> the sums, [K].
+    """
     squares: dict[nn.Module, torch.Tensor] = {}
     head = source.model.get_output_embeddings()
+    last: list[torch.Tensor] = []  # inputs and their sums: modules of the same inputs have the same, to the bit
 
     def add(module: nn.Module, inputs: torch.Tensor) -> None:
-        rows = inputs[:, FIRST:] if inputs.ndim > 2 else inputs  # experts' have no positions
-        squares[module] = squares.get(module, torch.zeros(())) + rows.flatten(0, -2).square().sum(0).float().cpu()
+        if not last or last[0] is not inputs:
+            rows = inputs[:, FIRST:] if inputs.ndim > 2 else inputs  # experts' have no positions
+            last[:] = [inputs, rows.flatten(0, -2).double().square().sum(0).cpu()]
+        squares[module] = squares.get(module, torch.zeros(())) + last[1]
 
     length = min(LENGTH, source.context_length or LENGTH)
     with ExitStack() as hooks:

@@ -120,7 +120,10 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
 
 
 def integer_matmul_function(name: str) -> ir.Function:
-    """Defines `name`(x [.., K], integers, scales[, outliers]) -> y [.., N]: MatMulNBits with the same attributes."""
+    """Defines `name`(x [.., K], integers, scales[, outliers]) -> y [.., N] by MatMulNBits.
+
+    The attributes are the same.
+    """
     settings = ("K", "N", "bits", "block_size", "accuracy_level")
     references = ", ".join(f"{setting}: int = @{setting}" for setting in settings)
     outliers = name == OP_OUTLIER_MATMUL
