@@ -39,7 +39,7 @@ def quantize_model(
     Args:
         sequences: token ids of texts, for method "gptq".
         rounding: chooses the scales.
-        outside: quantize embedding and head too.
+        outside: quantize embedding and head too, and give matrices outlier columns.
 
     Raises:
         ConfigError: the method needs a package that is not installed.

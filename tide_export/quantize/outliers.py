@@ -68,6 +68,10 @@ def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[
     head = source.model.get_output_embeddings()
     last: list[torch.Tensor] = []  # inputs and their sums: modules of the same inputs have the same, to the bit
 
+    def record(module: nn.Module, args: tuple) -> None:
+        if args:
+            add(module, args[0])
+
     def add(module: nn.Module, inputs: torch.Tensor) -> None:
         if not last or last[0] is not inputs:
             rows = inputs[:, FIRST:] if inputs.ndim > 2 else inputs  # experts' have no positions
@@ -78,7 +82,7 @@ def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[
     with ExitStack() as hooks:
         for module in modules:
             if module is not head:
-                hooks.enter_context(module.register_forward_pre_hook(lambda module, args: add(module, args[0])))
+                hooks.enter_context(module.register_forward_pre_hook(record))
         advance = hooks.enter_context(stage("measuring the inputs of the matrices", total=SEQUENCES // BATCH))
         for ids in _random_tokens(source, length).split(BATCH):
             raw = source.raw_states(ids.to(source.device), [source.num_layers])[source.num_layers]
