@@ -10,12 +10,13 @@ import pytest
 from tiny_model import TinyModel
 
 CHILD = """
-import asyncio, faulthandler, sys
+import asyncio, faulthandler, signal, sys
 from tide_export import load
 from tide_export.runtime.scheduler import SchedulerLimits
 
 ENDLESS = {"max_new_tokens": 10**9, "stop_token_ids": []}
 MANY, LONG = 2000, {"max_new_tokens": 200, "mode": "full", "stop_token_ids": []}  # for a minute
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 faulthandler.dump_traceback_later(100, exit=True)
 endless, batched = (load(path, threads=1) for path in sys.argv[1:3])
 schedulers = [batched.scheduler(SchedulerLimits(slots=2)) for _ in range(4)]

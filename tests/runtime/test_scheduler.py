@@ -281,7 +281,11 @@ def test_coming_along_saves_runs(callers: tuple[Engine, CallersNetworks], mixed:
     assert tokens[0] == tokens[1]
 
 
-def test_a_signal_ends_a_list_between_two_steps(callers: tuple[Engine, CallersNetworks]) -> None:
+def test_a_signal_ends_a_list_between_two_steps(
+    callers: tuple[Engine, CallersNetworks], request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     engine, networks = callers
 
     raised: list[Run] = []
