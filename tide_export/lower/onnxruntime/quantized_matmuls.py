@@ -139,10 +139,10 @@ def integer_matmul_function(name: str) -> ir.Function:
 
 def _outliers(matrices: Sequence[IntegerMatrix]) -> np.ndarray | None:
     """Returns the outliers of `matrices`, which are multiplied by the same inputs; None: they have none."""
-    first = matrices[0].outliers
-    if any(not np.array_equal(matrix.outliers, first) for matrix in matrices[1:]):  # type: ignore[arg-type]
+    found = [matrix.outliers for matrix in matrices]
+    if len({None if outliers is None else outliers.tobytes() for outliers in found}) > 1:
         raise ValueError("matrices of the same inputs have other outliers")
-    return first
+    return found[0]
 
 
 def _float_matmul(
