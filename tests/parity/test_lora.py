@@ -16,8 +16,9 @@ from drafters import drafting_copy
 from families import build
 from parity.test_families import LENS_AND_SHORTLIST, NEW_TOKENS, PROMPTS
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_configs import CHECKPOINTS
+from tiny_configs import CHECKPOINTS, small_llama
 from tiny_engines import bound, bundle_of
+from transformers import LlamaForCausalLM
 
 from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.manifest import Quantization
@@ -147,9 +148,13 @@ def test_a_drafter_and_an_audit_beside_adapters(tmp_path: Path) -> None:
     assert 0 < different < len(found[1])
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("weights", ["bf16", "int4", "int4 with outliers"])
 def test_fused_layers_take_adapters(weights: str, tmp_path: Path) -> None:
     source = build("llama")
+    if weights == "int4 with outliers":
+        weights, config = "int4", small_llama(512, 256, len(source.structure.layers), 512)
+        torch.manual_seed(0)
+        source = wrap_model(LlamaForCausalLM(config), "wide")
     if weights == "int4":
         quantize_model(source, Quantization("rtn", 4, 32, True, 4))
     else:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,18 +143,12 @@ def find_matrices(source: SourceModel) -> Matrices:
     return Matrices(outside, linear, routed, unquantized)
 
 
-def own_head(source: SourceModel) -> nn.Linear | None:
-    """Gives the model's head a matrix of its own, where it shares the embedding's.
-
-    Returns:
-        The head; None where it is not one linear layer.
-    """
-    head = source.model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        return None
-    if head.weight is getattr(source.model.get_input_embeddings(), "weight", None):
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    return head
+def own_head(source: SourceModel) -> None:
+    """Gives the model's head, one linear layer, a matrix of its own where it shares the embedding's."""
+    head: Any = source.model.get_output_embeddings()
+    weight: torch.Tensor = head.weight
+    if weight is getattr(source.model.get_input_embeddings(), "weight", None):
+        head.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
 
 
 def own_head_name(source: SourceModel) -> str | None:

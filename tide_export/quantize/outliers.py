@@ -44,8 +44,8 @@ def find_outliers(source: SourceModel, settings: Quantization) -> dict[int, np.n
         if can_have(matrix.columns, settings)
     }
     if type(head) is nn.Linear and can_have(head.in_features, settings) and head.in_features == source.normalized_size:
-        wide[head] = HEAD_SHARE
         own_head(source)
+        wide[head] = HEAD_SHARE
     if not wide:
         return {}
     squares = measure_inputs(source, wide)

@@ -148,10 +148,8 @@ def stored_matrices(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
                 continue
             indices = (0, 2, 3) if node.op_type == "GatherBlockQuantized" else (1, 2, 3)
             arrays = [_array(node.inputs[i], weights) if i < len(node.inputs) else None for i in indices]
-            packed, scales, zeros = arrays
-            outliers = None
-            if node.op_type != "MatMulNBits" and indices[0] == 1:
-                zeros, outliers = None, zeros
+            packed, scales, last = arrays
+            zeros, outliers = (None, last) if node.op_type in ALL_INTEGER_MATMULS else (last, None)
             if packed is None or scales is None or WEIGHTS_METADATA not in node.metadata_props:
                 raise BundleError(f"bundle '{bundle.path}': node {node.name} does not name its weights")
             bits = node.attributes["bits"].as_int()
