@@ -137,8 +137,9 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   std::int64_t longest = 0;
   for (std::int64_t i = 0; i < sequences.count; ++i) longest = std::max(longest, sequences.lengths[i]);
   Tensor const &cos = inputs[kCos], &sin = inputs[kSin], &bias = inputs[kBias];
-  if ((cos.rank > 0 || sin.rank > 0) && (a.head_dim % 2 != 0 || !is_table(cos, longest, a.head_dim / 2) ||
-                                         !is_table(sin, longest, a.head_dim / 2))) {
+  std::int64_t const half = cos.rank > 0 ? cos.dims[1] : 0;
+  if ((cos.rank > 0 || sin.rank > 0) &&
+      (2 * half > a.head_dim || !is_table(cos, longest, half) || !is_table(sin, longest, half))) {
     return invalid("attention: the tables of the rotation do not fit the heads or the longest sequence");
   }
   if (bias.rank > 0 && (bias.rank != 2 || bias.dims[0] != a.heads || bias.dims[1] < longest)) {
@@ -172,7 +173,7 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   NewTokens const taken{kernel,
                         a,
                         sequences,
-                        {static_cast<float const*>(cos.data), static_cast<float const*>(sin.data), interleaved_},
+                        {static_cast<float const*>(cos.data), static_cast<float const*>(sin.data), half, interleaved_},
                         scale_ != 0 ? scale_ : 1 / std::sqrt(static_cast<float>(a.head_dim)),
                         attends ? queries_in : nullptr,
                         packed ? queries_in + size : static_cast<float const*>(key.data),

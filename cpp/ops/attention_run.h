@@ -16,24 +16,24 @@ constexpr std::int64_t kSpanTokens = 64;         // of a span, at most
 constexpr std::int64_t kPartialFloats = 1 << 20;  // of partial results at a time
 constexpr std::int64_t kFewFloats = 1 << 13;      // of keys read; below, threads would cost more than they gain
 
-// The rotation of heads by tables [.., head_dim / 2] of cosines and sines.
+// The rotation of heads by tables [.., half] of cosines and sines: of their first 2 half numbers.
 struct Rotation {
-  float const *cos, *sin;  // null: none
+  float const *cos, *sin;
+  std::int64_t half;  // 0: none
   bool interleaved;
 
   void apply(float const* x, std::int64_t position, std::int64_t head_dim, float scale, float* __restrict to) const {
-    if (cos == nullptr) {
-      for (std::int64_t d = 0; d < head_dim; ++d) to[d] = x[d] * scale;
-    } else if (interleaved) {
-      by_step<2>(x, x + 1, position, head_dim / 2, scale, to, to + 1);
+    if (interleaved) {
+      by_step<2>(x, x + 1, position, scale, to, to + 1);
     } else {
-      by_step<1>(x, x + head_dim / 2, position, head_dim / 2, scale, to, to + head_dim / 2);
+      by_step<1>(x, x + half, position, scale, to, to + half);
     }
+    for (std::int64_t d = 2 * half; d < head_dim; ++d) to[d] = x[d] * scale;
   }
 
  private:
   template <int kStep>
-  void by_step(float const* first, float const* second, std::int64_t position, std::int64_t half, float scale,
+  void by_step(float const* first, float const* second, std::int64_t position, float scale,
                float* __restrict to_first, float* __restrict to_second) const {
     float const *const c = cos + position * half, *const s = sin + position * half;
     for (std::int64_t i = 0; i < half; ++i) {

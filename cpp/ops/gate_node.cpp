@@ -1,7 +1,7 @@
 // TideGate: x [.., 2 W] -> SiLU of its first half times the second, [.., W].
 #include <algorithm>
 
-#include "gate.h"
+#include "elementwise.h"
 #include "nodes.h"
 
 namespace tide_ops {
@@ -29,7 +29,7 @@ class Gate : public Node {
       float const* const gates = from + 2 * row * width + begin;
       float* const y = to + row * width + begin;
       std::copy_n(gates + width, size, y);
-      gate_kernel()->apply(gates, size, y);
+      elementwise_kernel()->gate(gates, size, y);
     });
     return nullptr;
   }

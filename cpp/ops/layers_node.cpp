@@ -6,7 +6,7 @@
 //   TideInt4MatMul s1 = s0 w6 w7 bits=4
 //
 // i, w and o are inputs, inputs that never change (weights) and outputs of the operator, by number; s are states
-// [1, N, width] between nodes, whose widths the first line gives; - is absent. N is that of input 0, [1, N, D].
+// [1, N, ..] between nodes, of the widths that the first line gives; - is absent. N is that of input 0, [1, N, ..].
 #include <algorithm>
 #include <locale>
 #include <map>
@@ -139,8 +139,8 @@ class Layers : public Node {
     for (std::size_t i = 0; i < inputs_.size(); ++i) {
       if (inputs_[i]) TIDE_RETURN_IF_FAILED(operands.input(i, tensors.inputs[i]));
     }
-    if (tensors.inputs.empty() || tensors.inputs[0].rank != 3 || tensors.inputs[0].dims[0] != 1) {
-      return invalid("TideLayers takes states [1, N, D] first");
+    if (tensors.inputs.empty() || tensors.inputs[0].rank < 3 || tensors.inputs[0].dims[0] != 1) {
+      return invalid("TideLayers takes states [1, N, ..] first");
     }
     tensors.rows = tensors.inputs[0].dims[1];
     std::int64_t width = 0;

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "gate.h"
+#include "elementwise.h"
 #include "half_matmul.h"
 #include "logits.h"
 #include "norm.h"
@@ -42,9 +42,9 @@ TIDE_EXPORTED int tide_ops_half_matmul(char const* instruction_set, int format, 
 
 // The kernel of an instruction set: ups [count] times SiLU of the gates. 0, or 1 if this CPU has no such instructions.
 TIDE_EXPORTED int tide_ops_gate(char const* instruction_set, float const* gates, std::int64_t count, float* ups) {
-  tide_ops::GateKernel const* const kernel = tide_ops::gate_kernel(instruction_set);
+  tide_ops::ElementwiseKernel const* const kernel = tide_ops::elementwise_kernel(instruction_set);
   if (kernel == nullptr) return 1;
-  kernel->apply(gates, count, ups);
+  kernel->gate(gates, count, ups);
   return 0;
 }
 

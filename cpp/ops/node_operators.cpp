@@ -188,7 +188,7 @@ std::unique_ptr<Node> node_of(std::string const& name, Attributes const& attribu
   if (name == "LayerNormalization") return norm_node(true, false, attributes);
   if (name == "SkipSimplifiedLayerNormalization") return norm_node(false, true, attributes);
   if (name == "SkipLayerNormalization") return norm_node(true, true, attributes);
-  return name == "Add" ? add_node() : nullptr;
+  return elementwise_node(name, attributes);
 }
 
 std::vector<Operator const*> node_operators(bool of_integers) {

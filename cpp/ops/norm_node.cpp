@@ -1,5 +1,5 @@
 // RMSNormalization and LayerNormalization over the last dimension, ONNX Runtime's SkipSimplifiedLayerNormalization and
-// SkipLayerNormalization, which add first, and Add.
+// SkipLayerNormalization, which add first.
 #include "nodes.h"
 #include "norm.h"
 
@@ -65,37 +65,10 @@ class Norm : public Node {
   float const epsilon_;
 };
 
-// Of states of one shape, or of states and a bias.
-class Add : public Node {
- public:
-  Status* add(Operands const& operands, Run& run) override {
-    Tensor a, b;
-    TIDE_RETURN_IF_FAILED(operands.input(0, a));
-    TIDE_RETURN_IF_FAILED(operands.input(1, b));
-    if (a.rank < b.rank) std::swap(a, b);
-    auto const [rows, width] = shape_of(a);
-    bool const alike = a.rank == b.rank && std::equal(a.dims, a.dims + a.rank, b.dims);
-    if (!alike && !(b.rank == 1 && is_vector(b, width))) return invalid("an addition of states takes states or a bias");
-    void* y;
-    TIDE_RETURN_IF_FAILED(operands.output(0, a.dims, a.rank, &y));
-    float const *const x = data_of(a), *const other = data_of(b);
-    run.add((rows + kRows - 1) / kRows, [=, rows = rows, width = width](std::int64_t index) {
-      for (std::int64_t row = index * kRows; row < std::min((index + 1) * kRows, rows); ++row) {
-        float const *const first = x + row * width, *const second = alike ? other + row * width : other;
-        float* const to = static_cast<float*>(y) + row * width;
-        for (std::int64_t d = 0; d < width; ++d) to[d] = first[d] + second[d];
-      }
-    });
-    return nullptr;
-  }
-};
-
 }  // namespace
 
 std::unique_ptr<Node> norm_node(bool layer, bool skip, Attributes const& attributes) {
   return std::make_unique<Norm>(layer, skip, attributes);
 }
-
-std::unique_ptr<Node> add_node() { return std::make_unique<Add>(); }
 
 }  // namespace tide_ops

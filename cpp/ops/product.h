@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "gate.h"
+#include "elementwise.h"
 #include "node.h"
 
 namespace tide_ops {
@@ -47,9 +47,9 @@ struct Product {
       float* const y = all.y + start;
       if (all.gates == nullptr) return multiply(start, count, {y, nullptr});
       multiply(start, count, {all.gates + start, y});
-      GateKernel const& gate = *gate_kernel();
+      auto const gate = elementwise_kernel()->gate;
       for (std::int64_t at = start; at < all.m_size * all.n_size; at += all.n_size) {
-        gate.apply(all.gates + at, count, all.y + at);
+        gate(all.gates + at, count, all.y + at);
       }
     };
     run.add((n_size + chunk - 1) / chunk, part, {static_cast<char const*>(weights), n_size * bytes});

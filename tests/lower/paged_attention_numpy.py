@@ -160,11 +160,12 @@ def _rotated(case: Case, rows: np.ndarray, position: int) -> np.ndarray:
     if "cos" not in case.inputs:
         return rows
     cos, sin = case.inputs["cos"][position], case.inputs["sin"][position]
+    rest, rows = rows[:, 2 * len(cos) :], rows[:, : 2 * len(cos)]
     if case.attributes.get("rotary_interleaved"):
         a, b = rows[:, ::2], rows[:, 1::2]
-        return np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(rows.shape)
+        return np.concatenate([np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(rows.shape), rest], -1)
     a, b = np.split(rows, 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+    return np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], -1)
 
 
 def int8_rows(rows: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ class Node:
     kv_heads: int = 2
     head_dim: int = 16
     rotation: str = ""  # or "halves", "pairs"
+    rotated: float = 1.0  # share of a head
     starts: bool = True
     bias: bool = False
     sinks: bool = False
@@ -49,11 +50,13 @@ class Node:
     def attributes(self) -> dict[str, int | float]:
         pairs = int(self.rotation == "pairs")
         given = {"softcap": self.softcap, "local_window_size": self.window, "rotary_interleaved": pairs}
+        if self.rotated < 1:
+            given["rotary_embedding_dim"] = int(self.head_dim * self.rotated)
         return {"scale": self.scale, **given}
 
     def tables(self) -> Arrays:
         """The inputs that do not depend on sequences."""
-        rng, half = np.random.default_rng(5), self.head_dim // 2
+        rng, half = np.random.default_rng(5), int(self.head_dim * self.rotated) // 2
         angles = np.outer(np.arange(LONGEST), 100.0 ** (-np.arange(half) / half))
         tables = {"cos": np.cos(angles), "sin": np.sin(angles)} if self.rotation else {}
         if self.bias:

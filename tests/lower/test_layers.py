@@ -217,14 +217,18 @@ def test_what_reads_a_value_between_cuts_the_run_where_the_run_needs_it() -> Non
     assert [node.op_type for node in graph] == [OP_LAYERS, "Relu", OP_LAYERS]
 
 
-def test_an_addition_that_broadcasts_one_number_is_left_to_onnx_runtime() -> None:
+@pytest.mark.parametrize(
+    ("shape", "kinds"), [([1], [OP_LAYERS]), ([1, 1], [OP_LAYERS]), ([3, SIZE], [OP_LAYERS, "Add"])]
+)
+def test_a_weight_that_is_not_the_same_for_all_tokens_is_added_by_onnx_runtime(
+    shape: list[int], kinds: list[str]
+) -> None:
     model = layer("TideBf16MatMul", "RMSNormalization")
     graph = model.graph
     bias = next(node for node in graph if node.op_type == "Add").inputs[1]
-    bias.shape, bias.const_value = ir.Shape([1]), ir.tensor(np.ones(1, np.float32), name=bias.name)
+    bias.shape, bias.const_value = ir.Shape(shape), ir.tensor(np.ones(shape, np.float32), name=bias.name)
     LayersPass()(model)
-    kinds = [node.op_type for node in graph]
-    assert kinds[:2] == [OP_LAYERS, "Add"]
+    assert [node.op_type for node in graph][:2] == kinds
 
 
 def test_two_residual_streams_are_two_runs() -> None:

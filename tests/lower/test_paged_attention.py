@@ -98,8 +98,18 @@ def test_random_runs_are_as_the_function_defines_them(
 
 
 NODES = [
-    Node(heads=9, kv_heads=3, head_dim=64, rotation="halves"),
-    Node(form=Form.PACKED, heads=8, kv_heads=2, head_dim=128, rotation="pairs", bias=True, sinks=True, window=300),
+    Node(heads=9, kv_heads=3, head_dim=64, rotation="halves", rotated=0.5),
+    Node(
+        form=Form.PACKED,
+        heads=8,
+        kv_heads=2,
+        head_dim=128,
+        rotation="pairs",
+        rotated=0.25,
+        bias=True,
+        sinks=True,
+        window=300,
+    ),
     Node(heads=7, kv_heads=1, head_dim=40, softcap=3.0, window=90, extent=60),
     Node(form=Form.PACKED, heads=8, kv_heads=2, extent=290),
     Node(form=Form.READING, heads=6, kv_heads=3, head_dim=32, rotation="halves", sinks=True),

@@ -57,7 +57,7 @@ def case_of(
         for j in range(-(-length // SIZE)):
             table[r, j] = next(free)
     inputs |= {"page_table": table, "lengths": lengths}
-    angles = np.outer(np.arange(16), 0.3 ** np.arange(head_dim // 2))
+    angles = np.outer(np.arange(16), 0.3 ** np.arange(attributes.get("rotary_embedding_dim", head_dim) // 2))
     given = {
         "starts": {"starts": np.array([0, *np.cumsum(counts)])},
         "rotation": {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)},
@@ -101,6 +101,8 @@ def test_every_combination_of_inputs(form: Form, kv_cache: str) -> None:
         {"softcap": 0.7},
         {"scale": 0.9},
         {"rotary_interleaved": 1},
+        {"rotary_embedding_dim": 2},
+        {"rotary_embedding_dim": 4, "rotary_interleaved": 1},
         {"local_window_size": 3, "softcap": 2.0, "scale": 0.2, "rotary_interleaved": 1},
     ],
     ids=lambda given: "-".join(given),

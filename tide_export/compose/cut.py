@@ -23,6 +23,7 @@ from tide_export.compose.passes.counted_positions import CountedPositionsPass
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.shared_keys import KV_LAYER, SharedKeysPass
+from tide_export.compose.passes.split_rotations import SplitRotationsPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
 from tide_export.compose.states import keeps_state, shapes_of
 from tide_export.errors import GraphError, UnsupportedModelError
@@ -187,6 +188,7 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         StaticReshapesPass(),
         MaskedFillsPass(),
         CountedPositionsPass(),
+        SplitRotationsPass(),
         RotaryTablesPass(max_length),
         SharedKeysPass(),
         CarriedStatesPass(bounds),

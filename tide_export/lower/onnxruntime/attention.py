@@ -68,6 +68,7 @@ def _lower(graph: ir.Graph, node: ir.Node, op_type: str) -> None:
         query, key = (item and required(item.producer()).inputs[0] for item in (query, key))
         tables = list(rotation.inputs[1:3])
         attributes["rotary_interleaved"] = rotation.attributes.get_int("interleaved", 0)
+        attributes["rotary_embedding_dim"] = rotation.attributes.get_int("rotary_embedding_dim", 0)
     inputs = [
         item and _flat(graph, node, item, count * head_dim, suffix)
         for item, count, suffix in ((query, heads, "_q"), (key, kv_heads, "_k"), (value, kv_heads, "_v"))
@@ -96,8 +97,7 @@ def _common_rotation(values: list[ir.Value]) -> ir.Node | None:
         for node in nodes
         if node is not None and len(node.inputs) == 4
     }
-    one = None not in nodes and len(kinds) == 1
-    return nodes[0] if one and next(iter(kinds))[-1] == 0 else None
+    return nodes[0] if None not in nodes and len(kinds) == 1 else None
 
 
 def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: str) -> ir.Value:
@@ -107,15 +107,19 @@ def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: s
     """
     swap = producer(value, "Transpose")
     if swap is not None and list(swap.attributes.get_ints("perm", [])) == SWAP_HEADS:
-        split = swap.inputs[0]
+        split = required(swap.inputs[0])
     else:
-        split = op_before(node, "Transpose", [value], {"perm": SWAP_HEADS}, dtype=value.dtype, suffix=suffix)
+        kept = None if value.shape is None else [dims(value)[axis] for axis in SWAP_HEADS]
+        split = op_before(
+            node, "Transpose", [value], {"perm": SWAP_HEADS}, dtype=value.dtype, shape=kept, suffix=suffix
+        )
     reshape = producer(split, "Reshape")
     merged = reshape.inputs[0] if reshape is not None else None
     if merged is not None and rank(merged) == 3 and last_dim(merged) == width:
         return merged
     shape = integers(graph, "merge_heads", [0, 0, -1])
-    return op_before(node, "Reshape", [split, shape], dtype=value.dtype, suffix=suffix)
+    kept = None if split.shape is None else [*dims(split)[:2], width]
+    return op_before(node, "Reshape", [split, shape], dtype=value.dtype, shape=kept, suffix=suffix)
 
 
 def _replace_output(graph: ir.Graph, node: ir.Node, attended: ir.Value, heads: int, head_dim: int) -> None:

@@ -2,21 +2,22 @@
 
 Its threads meet between its nodes' phases and not between operators.
 
-Each node of a run (matmuls in 16, 8 or 4 bits, paged attention, norms, additions) becomes a line of the operator's
-attribute `nodes`:
+Each node of a run (matmuls in 16, 8 or 4 bits, paged attention, recurrences, norms, functions of each number, splits)
+becomes a line of the operator's attribute `nodes`:
 
     slots 576 1536
     RMSNormalization s0 = i0 w5 epsilon=1e-05
     TideInt4MatMul s1 = s0 w6 w7
 
 `i` and `w` are the operator's inputs, `w` those that are initializers, `o` its outputs, all by number; `s` are states
-[1, N, width] between nodes, in memory that the first line gives the widths of; `-` is absent. `cpp/ops/layers_node.cpp`
+[1, N, ..] between nodes, in memory that the first line gives the widths of; `-` is absent. `cpp/ops/layers_node.cpp`
 reads it. The nodes themselves are the body of a model-local function, which an ONNX Runtime inlines where the operator
 is not registered.
 
 Sound where all nodes of a run compute rows of the same N tokens, and none reads what others make of the run's values.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -27,6 +28,7 @@ from tide_export.graph.rewriting import FLOAT, graph_of, is_weight, last_dim, ne
 from tide_export.names.operators import (
     DOMAIN,
     INTEGER_MATMULS,
+    OP_CAUSAL_CONV,
     OP_GATE,
     OP_GATED_MATMUL,
     OP_HALF_MATMUL,
@@ -34,6 +36,7 @@ from tide_export.names.operators import (
     OP_LAYERS,
     OP_LORA,
     OP_PAGED_ATTENTION,
+    STATE_OPERATORS,
 )
 
 ALL_INTEGER_MATMULS = {name for plain in INTEGER_MATMULS for name in (plain, OP_GATED_MATMUL[plain])}
@@ -44,6 +47,7 @@ SKIP_NORMS = {
     ("com.microsoft", "SkipSimplifiedLayerNormalization"),
     ("com.microsoft", "SkipLayerNormalization"),
 }
+UNARY, BINARY, RESHAPES = ("Sigmoid", "Softplus", "Exp"), ("Add", "Mul"), ("Reshape", "Unsqueeze")
 ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_interleaved")
 LORA_ATTRIBUTES = ("offset", "rank", "column", "width")
 MIN_HEAVY = 2  # nodes that make a run worth it
@@ -125,22 +129,39 @@ def _runs(graph: ir.Graph) -> Iterator[_Run]:
 
 
 def _is_known(node: ir.Node) -> bool:
-    """Whether the operator and a function may hold the node, and it makes states [1, N, width]."""
-    if not _states(_read(node)) or not all(rank(value) in (3, 4) for value in node.outputs if value.name):
-        return False
-    if any(last_dim(value) is None for value in _states(node.outputs)):
+    """Whether the operator and a function may hold the node, and it makes states of the tokens that it reads."""
+    keeps = node.domain == DOMAIN and node.op_type in (*OP_PAGED_ATTENTION.values(), *STATE_OPERATORS)
+    made = node.outputs[:1] if keeps else [value for value in node.outputs if value.name]
+    read = _states(_read(node))
+    if not read or len(_states(made)) < len(made) or len({required(value.shape)[1] for value in (*read, *made)}) > 1:
         return False
     if node.domain == DOMAIN:
-        return (node.op_type in HEAVY and not node.overload) or node.op_type in (OP_GATE, OP_LORA)
-    kind = (node.domain, node.op_type)
+        one = node.op_type in HEAVY or keeps
+        return (one and not node.overload) or node.op_type in (OP_GATE, OP_LORA)
+    kind, first = (node.domain, node.op_type), made[0]
     if kind in NORMS:
         weights = node.inputs[1:]
-        return node.attributes.get_int("axis", -1) in (-1, 2) and all(is_weight(each, 1) for each in weights if each)
-    if kind == ("", "Add"):
-        a, b = map(required, node.inputs)
-        width = last_dim(node.outputs[0])
-        return (a.shape == b.shape and rank(a) == 3) or any(is_weight(v, 1) and last_dim(v) == width for v in (a, b))
-    return kind in SKIP_NORMS
+        last = node.attributes.get_int("axis", -1) in (-1, required(rank(first)) - 1)
+        return last and all(is_weight(each, 1) for each in weights if each)
+    if kind in SKIP_NORMS:
+        return True
+    if node.domain:
+        return False
+    if node.op_type in BINARY:
+        return all(value in read or _is_same_for_all(value, first) for value in _read(node)) and (
+            len({rank(value) for value in (*read, first)}) == 1
+        )
+    axis = node.attributes.get_int("axis", 0)
+    splits = node.op_type == "Split" and axis in (-1, required(rank(first)) - 1)
+    return splits or node.op_type in (*UNARY, *RESHAPES)
+
+
+def _is_same_for_all(value: ir.Value, states: ir.Value) -> bool:
+    """Whether a weight is added to or multiplied with every token's row of `states` alike."""
+    own, whole = rank(value), required(rank(states))
+    if not value.is_initializer() or value.dtype != FLOAT or own is None or own > whole:
+        return False
+    return all(dim == 1 for dim in list(required(value.shape))[: max(0, own - whole + 2)])
 
 
 def _read(node: ir.Node) -> list[ir.Value]:
@@ -157,12 +178,21 @@ def _all_read(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def _states(values: Iterable[ir.Value]) -> list[ir.Value]:
-    """Returns the values that are computed float32 [1, N, width]."""
-    return [
-        value
-        for value in values
-        if value.name and value.dtype == FLOAT and rank(value) == 3 and not value.is_initializer()
-    ]
+    """Returns the values that are computed float32 [1, N, ..]."""
+    return [value for value in values if value.name and value.dtype == FLOAT and _width(value) is not None]
+
+
+def _width(value: ir.Value) -> int | None:
+    """Returns how many numbers of a token computed states [1, N, ..] hold; None: they are no such states."""
+    if value.is_initializer() or value.shape is None or len(value.shape) < 3 or value.shape[0] != 1:
+        return None
+    rest = [dim for dim in list(value.shape)[2:] if isinstance(dim, int)]
+    known = len(rest) == len(value.shape) - 2 and not _is_unknown(value.shape[1])
+    return math.prod(rest) if known else None
+
+
+def _is_unknown(dim: int | ir.SymbolicDim) -> bool:
+    return isinstance(dim, ir.SymbolicDim) and dim.value is None
 
 
 def _replace(model: ir.Model, run: _Run, overload: str) -> None:
@@ -256,10 +286,14 @@ def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequ
                 places[value] = "-"
                 continue
             before = node.inputs[0]
-            if node.op_type == OP_LORA and last_read[required(before)] == i and places[before].startswith("s"):
+            if (
+                node.op_type in (OP_LORA, *RESHAPES)
+                and last_read[required(before)] == i
+                and places[before].startswith("s")
+            ):
                 places[value] = places[before]  # changed in place
                 continue
-            width = required(last_dim(value))
+            width = required(_width(value))
             slot = min(free, key=lambda each: abs(widths[each] - width), default=len(widths))
             if slot == len(widths):
                 widths.append(width)
@@ -267,8 +301,9 @@ def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequ
             widths[slot] = max(widths[slot], width)
             places[value] = f"s{slot}"
         results = [places[value] if value.name else "-" for value in node.outputs]
-        read = [places[value] for value in node.inputs]
-        lines.append(" ".join([node.op_type, *results, "=", *read, *_attributes(node)]))
+        name, inputs_read = ("Reshape", 1) if node.op_type in RESHAPES else (node.op_type, len(node.inputs))
+        read = [places[value] for value in node.inputs[: 1 if name == "Split" else inputs_read]]
+        lines.append(" ".join([name, *results, "=", *read, *_attributes(node)]))
         for value in dict.fromkeys(_read(node)):
             if last_read[value] == i and places[value].startswith("s") and places[value] not in results:
                 free.add(int(places[value][1:]))
@@ -276,12 +311,18 @@ def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequ
 
 
 def _attributes(node: ir.Node) -> Iterator[str]:
+    shape = required(node.outputs[0].shape)
+    if node.op_type in RESHAPES:
+        yield f"shape={','.join(map(str, shape[2:]))}"
+    if node.op_type == "Split":
+        yield f"sizes={','.join(str(last_dim(value)) for value in node.outputs)}"
+    names: Sequence[str] = ("epsilon",) if (node.domain, node.op_type) in NORMS | SKIP_NORMS else ()
     if node.op_type in OP_PAGED_ATTENTION.values():
-        names: Sequence[str] = ATTENTION_ATTRIBUTES
+        names = ATTENTION_ATTRIBUTES
     elif node.op_type == OP_LORA:
         names = LORA_ATTRIBUTES
-    else:
-        names = [] if node.domain == DOMAIN or node.op_type == "Add" else ["epsilon"]
+    elif node.op_type == OP_CAUSAL_CONV:
+        names = ("silu",)
     for name in names:
         if name in node.attributes:
             value = node.attributes[name].value

@@ -27,6 +27,7 @@ from tide_export.lower.onnxruntime.paged_attention import PagedAttentionFunction
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass, quantized_names
 from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
 from tide_export.lower.onnxruntime.state_functions import StateFunctionsPass
+from tide_export.lower.onnxruntime.token_rows import TokenRowsPass
 from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
 from tide_export.model.quantized_weights import QuantizedWeights
 
@@ -54,6 +55,8 @@ def lower_for_onnxruntime(
         ExpertMatMulPass(),
         PagedAttentionPass(kv_cache),
         common_passes.RemoveUnusedNodesPass(),  # or unused Reshape nodes would count as readers
+        TokenRowsPass(),
+        common_passes.RemoveUnusedNodesPass(),
         PackedProjectionsPass(),
         QuantizedMatMulsPass(blocks, settings),
         *([HalfWeightsPass(half)] if half else []),

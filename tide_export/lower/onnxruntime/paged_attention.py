@@ -102,7 +102,7 @@ def paged_attention_function(
     text = f"""<opset_import: ["" : {opset}], domain: "{DOMAIN}">
         {OP_PAGED_ATTENTION[kv_cache]}
         <num_heads, kv_num_heads, scale: float = 0.0, softcap: float = 0.0,
-         local_window_size: int = -1, rotary_interleaved: int = 0>
+         local_window_size: int = -1, rotary_interleaved: int = 0, rotary_embedding_dim: int = 0>
         ({", ".join(INPUTS)}) => ({", ".join(outputs)}) {{ {body} }}"""
     function = ir.serde.deserialize_function(onnx.parser.parse_function(text))
     function.overload = overload(form, options)
@@ -149,7 +149,10 @@ def _body(int8: bool, form: Form, options: Collection[str]) -> Iterator[str]:
 def _rotated(value: str, heads: str, options: Collection[str]) -> str:
     if "rotation" not in options:
         return f"Identity ({value})"
-    attributes = f"interleaved: int = @rotary_interleaved, num_heads: int = @{heads}"
+    attributes = (
+        f"interleaved: int = @rotary_interleaved, num_heads: int = @{heads}, "
+        "rotary_embedding_dim: int = @rotary_embedding_dim"
+    )
     return f"RotaryEmbedding <{attributes}> ({value}, cos, sin, positions_of_row)"
 
 

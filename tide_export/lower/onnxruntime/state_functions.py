@@ -3,7 +3,7 @@
 The operators of `cpp/ops` compute the same and take the functions' place where their library is registered; an ONNX
 Runtime without it inlines the functions, which are written to be read, not to be fast. `compose.states` says what the
 states hold. Nodes of one operator differ in the inputs they have and in the sizes of their decays; each combination is
-a function of its own, told apart by its `overload`, as in `paged_attention`.
+a function of its own. All but the first are told apart by their `overload`, as in `paged_attention`.
 """
 
 from collections.abc import Iterator
@@ -29,9 +29,12 @@ class StateFunctionsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [node for op_type in STATE_OPERATORS for node in nodes_of(model.graph, op_type, DOMAIN)]
         opset = required(model.graph.opset_imports[""])
+        overloads = dict[str, dict[str, str]]()  # of each operator
         for node in nodes:
             function = state_function(node, opset)
-            node.overload = function.overload
+            known = overloads.setdefault(node.op_type, {})
+            node.overload = known.setdefault(function.overload, function.overload if known else "")
+            function.overload = node.overload
             model.functions.setdefault(function.identifier(), function)
         return ir.passes.PassResult(model, modified=bool(nodes))
 

@@ -1,4 +1,4 @@
-#include "gate.h"
+#include "elementwise.h"
 
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
@@ -12,13 +12,13 @@
 namespace tide_ops {
 namespace {
 
-using Kernel = GateKernel;
+using Kernel = ElementwiseKernel;
 
-#define TIDE_KERNEL "gate.inc"
+#define TIDE_KERNEL "elementwise.inc"
 #include "each_target.inc"
 
 }  // namespace
 
-GateKernel const* gate_kernel(char const* name) { return kernel_of(name); }
+ElementwiseKernel const* elementwise_kernel(char const* name) { return kernel_of(name); }
 
 }  // namespace tide_ops

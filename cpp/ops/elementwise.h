@@ -1,0 +1,19 @@
+// Functions of each number: the gate of an MLP and others. Chosen for the CPU it runs on.
+#pragma once
+
+#include <cstdint>
+
+namespace tide_ops {
+
+// A result is the same whatever its place among the numbers.
+struct ElementwiseKernel {
+  // Multiplies `count` floats of `ups` by the SiLU of those of `gates`: x / (1 + e^-x).
+  void (*gate)(float const* gates, std::int64_t count, float* ups);
+  void (*sigmoid)(float const* x, std::int64_t count, float* y);
+  void (*exponential)(float const* x, std::int64_t count, float* y);
+};
+
+// The kernel of an instruction set; without a name, the best for this CPU. Null if there is none, or not for this CPU.
+ElementwiseKernel const* elementwise_kernel(char const* name = nullptr);
+
+}  // namespace tide_ops

@@ -1,0 +1,77 @@
+"""Rotations whose cosines are scaled, chosen by sections, or of a part of a head: found, and no number changes."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+from onnx.reference import ReferenceEvaluator
+from onnx_ir.passes import common as common_passes
+
+from tide_export.compose.passes.rotary_tables import RotaryTablesPass
+from tide_export.compose.passes.split_rotations import SplitRotationsPass
+
+HEADER = (
+    '<ir_version: 10, opset_import: ["" : 23]> rotations (float[B, 2, S, 8] x, int64[B, S] position_ids)'
+    " => (float[B, 2, S, 8] y)"
+)
+WEIGHTS = """float[2] two = {1.0, 0.3}, float[4] four = {1.0, 0.3, 0.1, 0.02}, float factor = {1.25},
+    int64[1] none = {0}, int64[1] one = {1}, int64[1] last = {2}, int64[1] third = {3},
+    int64[1] a = {2}, int64[1] b = {4}, int64[1] end = {9223372036854775807}, int64[2] swapped = {1, 0}"""
+ANGLES = "column = Unsqueeze (position_ids, last)  number = Cast <to = 1> (column)  angles = Mul (number, {width})"
+# Cosines and sines of one, which both halves share.
+SCALED = "both = Concat <axis = -1> (angles, angles)  c0 = Cos (both)  s0 = Sin (both)" + (
+    "  cos = Mul (c0, factor)  sin = Mul (s0, factor)"
+)
+CHOSEN = """c0 = Cos (angles)  s0 = Sin (angles)
+    c1 = Gather <axis = 2> (c0, swapped)  s1 = Gather <axis = 2> (s0, swapped)
+    cos = Concat <axis = -1> (c1, c1)  sin = Concat <axis = -1> (s1, s1)"""
+ROTATE = """cos_4d = Unsqueeze (cos, one)  sin_4d = Unsqueeze (sin, one)
+    first = Slice ({x}, none, {half}, third, one)  second = Slice ({x}, {half}, end, third, one)
+    minus = Neg (second)  turned = Concat <axis = -1> (minus, first)
+    kept = Mul ({x}, cos_4d)  moved = Mul (turned, sin_4d)  {y} = Add (kept, moved)"""
+PART = f"""part = Slice (x, none, b, third, one)  rest = Slice (x, b, end, third, one)
+    {ROTATE.format(x="part", half="a", y="rotated")}  y = Concat <axis = -1> (rotated, rest)"""
+
+
+def model_of(body: str) -> ir.Model:
+    parsed = onnx.parser.parse_model(f"{HEADER} <{WEIGHTS}> {{ {body} }}")
+    model = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(parsed))
+    for number, node in enumerate(model.graph):
+        node.name = f"n{number}"
+    return model
+
+
+def run(model: ir.Model) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((2, 2, 5, 8)).astype(np.float32)
+    positions = np.array([[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]])
+    return ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": x, "position_ids": positions})[0]
+
+
+WHOLE = ROTATE.format(x="x", half="b", y="y")
+FOUND = {
+    "scaled": (ANGLES.format(width="four") + SCALED + WHOLE, 0),
+    "chosen by sections, of a part": (ANGLES.format(width="two") + CHOSEN + PART, 4),
+}
+
+
+@pytest.mark.parametrize(("body", "part"), FOUND.values(), ids=FOUND)
+def test_a_rotation_becomes_one_node_with_tables(body: str, part: int) -> None:
+    before, model = run(model_of(body)), model_of(body)
+    assert SplitRotationsPass()(model).modified
+    np.testing.assert_allclose(run(model), before, atol=1e-6)
+    RotaryTablesPass(9)(model)
+    common_passes.RemoveUnusedNodesPass()(model)
+    (node,) = model.graph
+    assert (node.op_type, node.attributes.get_int("rotary_embedding_dim", 0)) == ("RotaryEmbedding", part)
+    assert [list(value.shape) for value in node.inputs[1:3]] == [[9, (part or 8) // 2]] * 2
+    np.testing.assert_allclose(run(model), before, atol=1e-6)
+
+
+def test_halves_that_differ_are_left() -> None:
+    other = "both = Concat <axis = -1> (angles, slower)"
+    angles = ANGLES.format(width="four") + "  slower = Mul (angles, factor)"
+    body = angles + SCALED.replace("both = Concat <axis = -1> (angles, angles)", other) + WHOLE
+    before, model = run(model_of(body)), model_of(body)
+    assert not SplitRotationsPass()(model).modified
+    np.testing.assert_array_equal(run(model), before)

@@ -1,0 +1,176 @@
+"""Keeps new tokens on the second axis of states, so that layers with a recurrent state can be one operator.
+
+Models swap tokens and channels around a convolution, merge tokens and heads before a norm, and write Softplus in three
+operators. Each is undone where all nodes in between compute every row alike.
+"""
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from tide_export.graph.rewriting import (
+    Dim,
+    dims,
+    graph_of,
+    integers,
+    last_dim,
+    new_node,
+    nodes_of,
+    op_before,
+    producer,
+    rank,
+)
+
+SWAP_CHANNELS = [0, 2, 1]
+ELEMENTWISE = ("Sigmoid", "Softplus", "Exp", "Mul", "Add")
+LARGE = 20.0  # from there on Softplus(x) is x in float32
+
+
+class TokenRowsPass(ir.passes.InPlacePass):
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for node in nodes_of(model.graph, "Where"):
+            modified |= _is_softplus(node) and _replace(node, node.inputs[2])
+        for node in nodes_of(model.graph, "Clip"):
+            modified |= _changes_nothing(node) and _replace(node, node.inputs[0])
+        swapped = _Swapped()
+        for node in nodes_of(model.graph, "Transpose"):
+            modified |= _swaps(node) and _replace(node, swapped.of(node.inputs[0]))
+        merged = _Merged(model.graph)
+        for node in nodes_of(model.graph, "Reshape"):
+            modified |= rank(node.inputs[0]) == 2 and _replace(node, merged.split(node))
+        return ir.passes.PassResult(model, modified=modified)
+
+
+class _Layout:
+    """A layout that a model gives states for some nodes; `of` computes these in the usual one."""
+
+    def __init__(self) -> None:
+        self._known = dict[ir.Value, ir.Value | None]()
+
+    def of(self, value: ir.Value | None) -> ir.Value | None:
+        """Returns `value` in the usual layout; None if a node before it does not compute all rows alike."""
+        node = None if value is None else value.producer()
+        if value is None or node is None:
+            return None
+        if value not in self._known:
+            self._known[value] = self.before(node)
+            attributes = self.attributes(node) if self._known[value] is None and not node.domain else None
+            inputs = [each if each is None or each.is_initializer() else self.of(each) for each in node.inputs]
+            if attributes is not None and inputs.count(None) == list(node.inputs).count(None):
+                types = [(output.dtype, self.shape(dims(output), inputs)) for output in node.outputs]
+                new = new_node(node.op_type, inputs, attributes, name=f"{node.name}/rows", outputs=types)
+                graph_of(node).insert_before(node, new)
+                self._known.update(zip(node.outputs, new.outputs, strict=True))
+        return self._known[value]
+
+    def before(self, node: ir.Node) -> ir.Value | None:
+        """Returns what `node` brings into the layout."""
+        raise NotImplementedError
+
+    def attributes(self, node: ir.Node) -> dict[str, ir.Attr] | None:
+        """Returns the attributes of `node` in the usual layout; None if it does not compute all rows alike."""
+        raise NotImplementedError
+
+    def shape(self, shape: list[Dim], inputs: list[ir.Value | None]) -> list[Dim]:
+        """Returns the usual shape of an output of `shape` that is computed from `inputs`."""
+        raise NotImplementedError
+
+
+class _Swapped(_Layout):
+    """[B, W, N] for [B, N, W]."""
+
+    def before(self, node: ir.Node) -> ir.Value | None:
+        return node.inputs[0] if _swaps(node) else None
+
+    def attributes(self, node: ir.Node) -> dict[str, ir.Attr] | None:
+        if node.op_type == "Split" and node.attributes.get_int("axis", 0) in (1, -2):
+            return {**node.attributes, "axis": ir.AttrInt64("axis", 2)}
+        weights = [value for value in node.inputs if value is not None and value.is_initializer()]
+        alike = node.op_type in ELEMENTWISE and all(rank(value) == 0 for value in weights)
+        return dict(node.attributes) if alike else None
+
+    def shape(self, shape: list[Dim], inputs: list[ir.Value | None]) -> list[Dim]:
+        return [shape[0], shape[2], shape[1]]
+
+
+class _Merged(_Layout):
+    """[B N H, W] for [B, N, H, W]."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def split(self, node: ir.Node) -> ir.Value | None:
+        """Returns the output [B, N, ..] of a Reshape of such states, computed in the usual layout."""
+        output, states = node.outputs[0], self.of(node.inputs[0])
+        if (
+            states is None
+            or (rank(output) or 0) < 3
+            or dims(output)[:2] != dims(states)[:2]
+            or 0 in _integers(dims(output)[2:])
+        ):
+            return None
+        return self._reshaped(node, states, dims(output))
+
+    def before(self, node: ir.Node) -> ir.Value | None:
+        states, merged = node.inputs[0], node.outputs[0]
+        if node.op_type != "Reshape" or states is None or rank(merged) != 2 or (rank(states) or 0) < 3:
+            return None
+        numbers, width = math.prod(_integers(dims(states)[2:])), last_dim(merged)
+        if width is None or not numbers or numbers % width:
+            return None
+        return self._reshaped(node, states, [*dims(states)[:2], numbers // width, width])
+
+    def attributes(self, node: ir.Node) -> dict[str, ir.Attr] | None:
+        norm = node.op_type in ("RMSNormalization", "LayerNormalization")
+        alike = node.op_type in ELEMENTWISE or (norm and node.attributes.get_int("axis", -1) in (-1, 1))
+        weights = [value for value in node.inputs if value is not None and value.is_initializer()]
+        if not alike or not all((rank(value) or 0) < 2 for value in weights):
+            return None
+        return {**node.attributes, "axis": ir.AttrInt64("axis", -1)} if norm else dict(node.attributes)
+
+    def shape(self, shape: list[Dim], inputs: list[ir.Value | None]) -> list[Dim]:
+        return next(dims(value) for value in inputs if rank(value) == 4)
+
+    def _reshaped(self, node: ir.Node, states: ir.Value, shape: list[Dim]) -> ir.Value:
+        target = integers(self._graph, "_".join(map(str, ("shape_0_0", *shape[2:]))), [0, 0, *_integers(shape[2:])])
+        return op_before(node, "Reshape", [states, target], dtype=states.dtype, shape=shape, suffix="_rows")
+
+
+def _integers(shape: list[Dim]) -> list[int]:
+    """Returns dimensions, 0 for those that are unknown."""
+    return [dim if isinstance(dim, int) else 0 for dim in shape]
+
+
+def _swaps(node: ir.Node) -> bool:
+    return node.op_type == "Transpose" and list(node.attributes.get_ints("perm", [])) == SWAP_CHANNELS
+
+
+def _is_softplus(node: ir.Node) -> bool:
+    """Whether it is PyTorch's Softplus: above a threshold, x itself."""
+    above, x, soft = node.inputs
+    greater, softplus = producer(above, "Greater"), producer(soft, "Softplus")
+    if greater is None or softplus is None or greater.inputs[0] is not x or softplus.inputs[0] is not x:
+        return False
+    threshold = _scalar(greater.inputs[1])
+    return threshold is not None and threshold >= LARGE
+
+
+def _changes_nothing(node: ir.Node) -> bool:
+    """Whether the bounds of a Clip hold for every Softplus."""
+    low, high = (_scalar(value) for value in [*node.inputs, None, None][1:3])
+    return producer(node.inputs[0], "Softplus") is not None and low in (None, 0.0) and high in (None, math.inf)
+
+
+def _scalar(value: ir.Value | None) -> float | None:
+    stored = None if value is None or value.const_value is None else value.const_value.numpy()
+    return float(stored.item()) if stored is not None and stored.size == 1 and stored.dtype == np.float32 else None
+
+
+def _replace(node: ir.Node, value: ir.Value | None) -> bool:
+    if value is None or node.outputs[0].is_graph_output():
+        return False
+    node.outputs[0].replace_all_uses_with(value)
+    return True
