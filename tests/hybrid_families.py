@@ -180,4 +180,6 @@ HYBRID: dict[str, Family] = {
         layer_types=["hybrid", "hybrid", "hybrid"],
         rope_parameters={"hybrid": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
+    "rwkv": row(tf.RwkvConfig, MAMBA, "averages by channel", "shifts by a token", costly=False, rescale_every=1),
+    "xlstm": row(tf.xLSTMConfig, MAMBA, "matrix memory", "softcaps", costly=False, num_heads=4),
 }

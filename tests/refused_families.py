@@ -13,7 +13,6 @@ PATCHES = {**BLT, "vocab_size": 260, "hidden_size_global": 64}
 INDEXED_DELTA = {**DELTA, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
 
 REFUSED_ROWS: dict[str, Family] = {
-    "rwkv": row(tf.RwkvConfig, PLAIN, refused="recurrent state", attention_hidden_size=64),
     "xlnet": row(
         tf.XLNetConfig,
         {"vocab_size": 512, "d_model": 64, "n_layer": LAYERS, "n_head": 4, "d_inner": 128},
@@ -63,14 +62,6 @@ REFUSED_ROWS: dict[str, Family] = {
         bos_token_id=1,
         eos_token_id=2,
         refused="has no module for each decoder layer",
-    ),
-    "xlstm": row(
-        tf.xLSTMConfig,
-        {"vocab_size": 512, "hidden_size": 64, "embedding_dim": 64, "num_heads": 4},
-        num_hidden_layers=LAYERS,
-        num_blocks=LAYERS,
-        refused="recurrent state",
-        costly=True,
     ),
     "inkling2 (text)": row(
         tf.Inkling2TextConfig,
@@ -130,7 +121,6 @@ REFUSED_ROWS: dict[str, Family] = {
         **{"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "q_lora_rank": 24, "o_groups": 2},
         **{"o_lora_rank": 16, "sliding_window": WINDOW, "partial_rotary_factor": 0.5, "hc_mult": 2},
         refused="recurrent state",
-        costly=True,
     ),
     "gemma4_unified_assistant": row(
         tf.Gemma4UnifiedAssistantConfig,

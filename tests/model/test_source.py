@@ -1,11 +1,12 @@
 """Loading: any architecture's parts are found, and what cannot be used is one sentence that says why."""
 
+import copy
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
 from tide_export.model.source import load_model, wrap_model
@@ -369,3 +370,20 @@ def test_config_nested_without_end(folder):
     (folder / "config.json").write_text('{"model_type": ' + "[" * 100_000)
     with pytest.raises(ModelError, match="cannot be read"):
         load_model(folder)
+
+
+@torch.no_grad()
+def test_rwkv_is_read_without_what_it_does_for_float16(tmp_path) -> None:
+    """It divides weights when it first runs, so what is saved afterwards is wrong, and halves hidden states."""
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=4, rescale_every=2)).eval()
+    model.save_pretrained(tmp_path / "model")
+    weight = model.rwkv.blocks[3].attention.output.weight.clone()
+    expected = model(IDS, use_cache=False).logits
+    torch.testing.assert_close(model.rwkv.blocks[3].attention.output.weight, weight / 2)
+    sources = load_model(str(tmp_path / "model")), wrap_model(model, "rescaled")
+    for source in sources:
+        assert torch.equal(source.model.rwkv.blocks[3].attention.output.weight, weight)
+        assert torch.equal(source.model(IDS, use_cache=False).logits, expected)
+    assert sources[0].weights_sha256 == sources[1].weights_sha256
+    again = wrap_model(copy.deepcopy(sources[0].model), "again")
+    assert torch.equal(again.model(IDS, use_cache=False).logits, expected)

@@ -60,13 +60,13 @@ def test_a_length_beyond_the_context_is_refused(
 
 
 def test_an_architecture_that_cannot_be_traced_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    source = build("rwkv")
-    source.model.save_pretrained(tmp_path / "mamba")
+    source = build("deepseek_v4")
+    source.model.save_pretrained(tmp_path / "model")
     random = RouterSet({2: Router(source.normalized_size, 4).requires_grad_(False)})
     random.save(tmp_path / "routers.safetensors")
-    with pytest.raises(UnsupportedModelError, match="RwkvForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="DeepseekV4ForCausalLM"):
         pipeline.export(
-            str(tmp_path / "mamba"),
+            str(tmp_path / "model"),
             tmp_path / "out",
             routers=tmp_path / "routers.safetensors",
             max_length=64,

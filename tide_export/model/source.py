@@ -298,6 +298,7 @@ def wrap_model(
         ModelError: NaN or infinity in a weight.
         UnsupportedModelError: its structure cannot be found.
     """
+    _keep_scale(model)
     model.eval().requires_grad_(False)
     digest, exact = _read_weights(model, name, () if quantized is None else quantized.blocks)
     structure = ModelStructure.find(model)
@@ -305,6 +306,30 @@ def wrap_model(
         width = model.config.get_text_config().hidden_size * (structure.streams or 1)
         normalized_size = structure.normalize(torch.zeros(1, 1, width, device=input_device(model))).shape[-1]
     return SourceModel(model, name, digest, structure, normalized_size, quantized, remote_code, exact)
+
+
+def _keep_scale(model: PreTrainedModel) -> None:
+    """Computes without what RWKV does for float16, which changes weights when the model first runs.
+
+    It divides weights so that hidden states are halved after every few layers. Their norms have the same results with a
+    larger epsilon instead.
+    """
+    backbones: list[Any] = [module for module in model.modules() if hasattr(module, "_rescale_layers")]
+    for backbone in backbones:
+        if "_rescale_layers" in vars(backbone):
+            continue  # done before
+        backbone.train()
+        backbone._rescale_layers()  # undoes it, if it was done
+        backbone._rescale_layers = _nothing
+        for number, part in enumerate((*backbone.blocks, backbone.ln_out)):
+            halved = number // backbone.config.rescale_every if backbone.config.rescale_every > 0 else 0
+            for norm in part.modules():
+                if isinstance(norm, nn.LayerNorm):
+                    norm.eps *= 4**halved
+
+
+def _nothing() -> None:
+    pass
 
 
 def _read_weights(model: nn.Module, name: str, packed: Collection[str]) -> tuple[str, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Makes layers that keep a recurrent state emit symbolic operators while they are traced.
 
 Hybrid models mix attention with layers whose state has one size however long the text is. `transformers` computes most
-of them by five functions, of which each architecture's module holds a copy, the others in a method or by PyTorch's
+of them by six functions, of which each architecture's module holds a copy, the others in a method or by PyTorch's
 convolution. While these are replaced, a layer emits
 
 - `tide::TideCausalConv`: a convolution over each channel's last tokens, x [B, S, D] with weights [K, D] and a bias [D];
@@ -12,8 +12,8 @@ convolution. While these are replaced, a layer emits
   of queries and keys [B, S, Hk, Dk], values [B, S, Hv, Dv], decays [B, S, Hv], [B, S, Hv, Dk] or [B, S, Hv, Dk, Dv],
   and, for the delta rule, beta [B, S, Hv]. Linear attention with gates (Yang et al. 2024, arXiv 2312.06635), the gated
   delta rule (arXiv 2412.06464), Kimi's delta attention (arXiv 2510.26692), both forms of Mamba (arXiv 2312.00752,
-  2405.21060), lightning attention (arXiv 2401.04658) and gated linear recurrent units (arXiv 2402.19427) differ in no
-  more than these.
+  2405.21060), lightning attention (arXiv 2401.04658), gated linear recurrent units (arXiv 2402.19427), RWKV's attention
+  (arXiv 2305.13048) and xLSTM's matrix memory (arXiv 2405.04517) differ in no more than these.
 
 `compose.states` connects the nodes to the states of sequences; cpp/ops has their kernels.
 """
@@ -39,6 +39,7 @@ from tide_export.trace.running_layer import RUNNING
 from tide_export.trace.symbolic import symbolic
 
 NORM_EPSILON = 1e-6  # of the delta rule's queries and keys
+LARGEST_KEY = 300.0  # of RWKV: sums of exp(key / 4) are finite in float32
 STATEFUL_LAYERS = ("linear", "conv", "mamba", "recurrent", "hybrid")  # parts of the names of layer types in configs
 
 
@@ -101,16 +102,18 @@ def symbolic_recurrence(model: PreTrainedModel) -> Iterator[None]:
 
 def _replaced(model: PreTrainedModel) -> Iterator[tuple[Any, str, Callable]]:
     """Lists what computes the states of `model`: where it is, its name, and its replacement."""
-    functions, methods, convolve = _replacements(_Numbers())
+    functions, methods, of_module = _replacements(_Numbers())
     for code in _code(model):
         yield from ((code, name, functions[name]) for name in functions if name in vars(code))
     for kind, module in {type(module): module for module in model.modules()}.items():
         yield from (
-            (kind, name, function) for mark, name, function in methods if mark in vars(kind) or mark in module._modules
+            (kind, name, function)
+            for mark, name, function in methods
+            if mark in vars(kind) or mark in vars(module) or mark in module._modules
         )
     for module in model.modules():
-        if isinstance(module, nn.Conv1d) and _sees_the_past(module):
-            yield module, "forward", partial(convolve, module)
+        if (function := of_module(module)) is not None:
+            yield module, "forward", function
 
 
 def _sees_the_past(conv: nn.Conv1d) -> bool:
@@ -125,8 +128,8 @@ def _sees_the_past(conv: nn.Conv1d) -> bool:
 def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[str, str, Callable]], Callable]:
     """Returns the replacements by name.
 
-    Functions of transformers are named by themselves, methods by one of their class, or a submodule, and their own, a
-    convolution by its forward.
+    Functions of transformers are named by themselves, methods by one of their class, or a part of the module, and their
+    own. A function gives the forward of a module of PyTorch: a convolution, or a shift by one token.
     """
 
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **_):
@@ -178,11 +181,13 @@ def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[st
         output = output if z is None else output * functional.silu(z)
         return (output, no_state(output)) if options.get("return_last_state") else output
 
+    def decayed_sums(values, decays):
+        """Sums `values` [B, S, D] up to each token, of which each token's `decays` multiply those before."""
+        one = values.new_ones((*values.shape[:2], 1, 1))
+        return recurrence(one, one, values[:, :, None], decays[:, :, None, None])[:, :, 0]
+
     def scan_of_units(_self, hidden_states, recurrent_gate, reset, *_, **__):
-        one = hidden_states.new_ones((*hidden_states.shape[:2], 1, 1))
-        decay = (recurrent_gate * ~reset)[:, :, None, None]
-        output = recurrence(one, one, hidden_states[:, :, None], decay)[:, :, 0]
-        return output.to(hidden_states.dtype), None
+        return decayed_sums(hidden_states, recurrent_gate * ~reset).to(hidden_states.dtype), None
 
     def lightning_attention(self, hidden_states, *_, **__):
         states = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (self.num_attention_heads, -1))
@@ -213,8 +218,49 @@ def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[st
         value = torch.cat([self.v_proj_current(hidden_states), before], -1).unflatten(-1, (-1, self.head_dim))
         return mixed_query + query, mixed_key + key, value
 
+    def averages_of_values(time_decay, time_first, key, value, **_):
+        """Averages values [B, S, D] by exp(key), which decays (RWKV).
+
+        The token's own counts by exp(key + time_first).
+
+        The sums stand over scale^4, where scale sums exp(key / 4): no less than the largest exp(key), and all finite.
+        """
+        root = (key.float().clamp(-LARGEST_KEY, LARGEST_KEY) / 4).exp()
+        own = root * (time_first / 4).exp()
+        root_before, value_before = delayed(torch.cat([root, value.float()], -1), 1).chunk(2, -1)
+        scale = decayed_sums(root_before, (time_decay.exp() / -4).exp().expand(root.shape))
+        scale = scale.clamp(min=torch.finfo(scale.dtype).tiny)  # of no tokens
+        share = root_before / scale
+        weights, decays = (_fourth_power(one).repeat(1, 1, 2) for one in (share, 1 - share))
+        terms = torch.cat([value_before, torch.ones_like(root)], -1) * weights
+        numerator, denominator = decayed_sums(terms, decays).chunk(2, -1)
+        largest = torch.maximum(scale, own)
+        before, now = _fourth_power(scale / largest), _fourth_power(own / largest)
+        average = (before * numerator + now * value) / (before * denominator + now)
+        return average.to(value.dtype), None
+
+    def matrix_memory(self, query, key, value, igate, fgate, **_):
+        """Reads a sum of keys times values by a query (xLSTM).
+
+        Sums of exp(igate) key value^T, over those of exp(igate) key, or over 1 where that is larger.
+
+        transformers adds eps to a multiple of the divisor: the norm of each head after this takes out the difference.
+        """
+        query, key, value, igate, fgate = (one.transpose(1, 2) for one in (query, key, value, igate, fgate))
+        values = torch.cat([value, torch.ones_like(value[..., :1])], -1)
+        weighted = key * igate.exp()[..., None]
+        sums = recurrence(query * query.shape[-1] ** -0.5, weighted, values, fgate.sigmoid())
+        output = sums[..., :-1] / (sums[..., -1:].abs().clamp(min=1) + self.config.eps)
+        return output.transpose(1, 2), None
+
     def convolve(conv, hidden_states):
         return causal_conv1d_fn(hidden_states, conv.weight.squeeze(1), conv.bias)
+
+    def of_module(module: nn.Module) -> Callable | None:
+        if isinstance(module, nn.Conv1d) and _sees_the_past(module):
+            return partial(convolve, module)
+        shifts = isinstance(module, nn.ZeroPad2d) and module.padding == (0, 0, 1, -1)
+        return partial(delayed, by=1) if shifts else None
 
     functions: dict[str, Callable] = {
         "causal_conv1d_fn": causal_conv1d_fn,
@@ -222,14 +268,16 @@ def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[st
         "chunk_kimi_delta_attention": delta_rule,
         "mamba2_chunk_scan": mamba2_chunk_scan,
         "mamba_selective_scan": mamba_selective_scan,
+        "rwkv_linear_attention": averages_of_values,
     }
     methods: list[tuple[str, str, Callable]]
     methods = [
         ("_rnn_scan", "_rnn_scan", scan_of_units),
         ("decay_factors", "forward", lightning_attention),
         ("conv_qk_grouped", "forward", compressed_attention),
+        ("chunkwise_kernel_fn", "forward", matrix_memory),
     ]
-    return functions, methods, convolve
+    return functions, methods, of_module
 
 
 def _normalized(states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -237,6 +285,10 @@ def _normalized(states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     width = states.shape[-1]
     weight = torch.full((width,), scale * width**-0.5, device=states.device)
     return functional.rms_norm(states, (width,), weight, NORM_EPSILON / width)
+
+
+def _fourth_power(x: torch.Tensor) -> torch.Tensor:
+    return x.square().square()
 
 
 def _step_sizes(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
