@@ -13,6 +13,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -35,6 +36,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gptq", action="store_true")
     arguments = parser.parse_args()
+    quantization: dict[str, Any] = {"quantization_config": GPTQ} if arguments.gptq else {}
     config = LlamaConfig(
         hidden_size=arguments.hidden,
         intermediate_size=arguments.intermediate,
@@ -47,7 +49,7 @@ def main() -> None:
         eos_token_id=0,
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
-        **({"quantization_config": GPTQ} if arguments.gptq else {}),
+        **quantization,
     )
     arguments.out.mkdir(parents=True)
     config.save_pretrained(arguments.out)
@@ -56,11 +58,11 @@ def main() -> None:
     plan = split_torch_state_dict_into_shards(empty, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD)
     generator, file_of = torch.Generator().manual_seed(0), dict[str, str]()
     for file, keys in plan.filename_to_tensors.items():
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for key in keys:
             shape = empty[key].shape
             if arguments.gptq and key.endswith("_proj.weight"):
-                tensors |= integers(key.removesuffix("weight"), *shape, generator)
+                tensors |= integers(key.removesuffix("weight"), shape, generator)
                 continue
             one = torch.ones(shape) if "norm" in key else torch.randn(shape, generator=generator) * DEVIATION
             tensors[key] = one.to(torch.bfloat16)
@@ -74,9 +76,10 @@ def main() -> None:
     print(f"{sum(tensor.numel() for tensor in empty.values()) / 1e9:.2f} billion parameters in {arguments.out}")
 
 
-def integers(prefix: str, outputs: int, inputs: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def integers(prefix: str, shape: torch.Size, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Returns the tensors of a random matrix in GPTQ's format; its numbers deviate as the others do."""
-    low, high, groups = -(2**31), 2**31, inputs // GROUP
+    (outputs, inputs), low, high = shape, -(2**31), 2**31
+    groups = inputs // GROUP
     deviation = ((16**2 - 1) / 12) ** 0.5  # of the integers
     return {
         f"{prefix}qweight": torch.randint(low, high, (inputs // 8, outputs), generator=generator, dtype=torch.int32),
