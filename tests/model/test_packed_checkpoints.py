@@ -3,6 +3,7 @@ what the model with the values of these computes."""
 
 import re
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import packed_checkpoints
 import pytest
 import torch
 from packed_checkpoints import AWQ, GPT2, GPTQ, IDS, LLAMA, MIXTRAL, V2, Quantizer, awq, float_twin, gptq, write
-from tiny_engines import engine_of
+from private_memory import peak_of_private_memory
+from tiny_engines import engine_of, pieces_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tide_export.bundle.file_names import WEIGHTS_FILE
 from tide_export.bundle.manifest import Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.parallel import in_parallel
+from tide_export.compose.step_graph import compose
 from tide_export.errors import ConfigError
 from tide_export.lower.onnxruntime.layers import inline_layers
+from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of
 from tide_export.model.quantized_modules import LARGE
 from tide_export.model.source import load_model
@@ -28,7 +33,7 @@ from tide_export.names.operators import OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTE
 from tide_export.pipeline.flow import export
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.engine import load
+from tide_export.runtime.engine import Engine, load, open_engine
 from tide_export.verify.parity import TOLERANCES, check_full
 from tide_export.verify.quantized import float32_engine, restore, stored_matrices
 
@@ -187,6 +192,36 @@ def test_matrices_in_16_bits_stay_so_beside_integers(
     assert len(halves) == (1 if tied else 2)
     ids = twin.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert tokens(bundle) == ids[0, len(PROMPTS[0]) :].tolist()
+
+
+def test_matrices_in_16_bits_are_written_from_the_mapped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of 64 MiB in float32 was there twice, read and transposed, beside its copy in 16 bits."""
+    monkeypatch.setattr(packed_checkpoints, "QUANTIZED", re.compile(r"_proj\.weight$"))
+    half = LlamaConfig(**LLAMA.to_diff_dict() | {"dtype": "float16", "vocab_size": 2**18})
+    write(tmp_path / "model", half, GPTQ, gptq(symmetric=True))
+    source = load_model(tmp_path / "model", packed=True)
+    routers = random_routers(source, (1,), PROMPTS[0], bottleneck=8)
+    pieces = pieces_of(source, (1,))
+    with peak_of_private_memory() as gained:
+        graph = lower_for_onnxruntime(compose(pieces, routers.arrays(), None), source.quantized, "fp16")
+        ir.save(graph, tmp_path / "model.onnx", external_data=WEIGHTS_FILE)
+    assert (tmp_path / WEIGHTS_FILE).stat().st_size > 64 << 20
+    assert gained.bytes < 24 << 20
+
+
+def test_the_check_packs_the_integers_of_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "model", LLAMA, GPTQ, gptq(symmetric=True))
+    opened: list[weakref.ref[Engine]] = []
+
+    def opens(*arguments: Any, **options: Any) -> Engine:
+        assert not [engine for engine in opened if engine() is not None], "the engine before is still there"
+        engine = open_engine(*arguments, **options)
+        opened.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr("tide_export.verify.quantized.open_engine", opens)
+    exported(tmp_path)
+    assert len(opened) == 2, "with matmuls in float32, and as deployed"
 
 
 def test_what_is_kept_packed() -> None:

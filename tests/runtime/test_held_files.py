@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bundles import without
+from private_memory import private_memory
 from tiny_model import TinyModel
 
 from tide_export.bundle.file_names import ENGINES_FOLDER, MANIFEST_FILE, WEIGHTS_FILE, batch_file
@@ -252,13 +253,6 @@ def test_memory_returns_to_the_system_with_the_engine(tiny_bundle: Path, tmp_pat
     assert gained > 50 << 20
     engine = opens(tiny_bundle)
     assert private_memory(engine) - before < gained / 3
-
-
-def private_memory(engine: Engine) -> int:
-    """Resident bytes that belong to no file."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 @contextmanager

@@ -73,6 +73,21 @@ def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> list[ir.Node]:
     return [node for node in graph.all_nodes() if (node.domain, node.op_type) == (domain, op_type)]
 
 
+class WidenedTensor(ir.LazyTensor):
+    """A float32 tensor whose numbers are held in 16 bits, and widened on access.
+
+    Attributes:
+        stored: its numbers.
+    """
+
+    def __init__(self, name: str, stored: np.ndarray):
+        def widen() -> ir.TensorProtocol:
+            return ir.tensor(stored.astype(np.float32, order="C"), name=name)
+
+        super().__init__(widen, dtype=FLOAT, shape=ir.Shape(stored.shape), name=name)
+        self.stored = stored
+
+
 def required(value: T | None) -> T:
     """Returns `value`, which every valid graph has.
 
@@ -135,7 +150,7 @@ def initializer(tensor: ir.TensorProtocol) -> ir.Value:
 
 def constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     """The initializer `name` of the main graph; registers `array` under that name the first time."""
-    return graph.initializers.get(name) or _register(graph, ir.tensor(array, name=name))
+    return graph.initializers.get(name) or register(graph, ir.tensor(array, name=name))
 
 
 def integers(graph: ir.Graph, name: str, numbers: ArrayLike) -> ir.Value:
@@ -151,10 +166,11 @@ def derived_weight(
     So a second copy is never held in memory.
     """
     lazy = ir.LazyTensor(lambda: ir.tensor(compute(), name=name), dtype=dtype, shape=ir.Shape(shape), name=name)
-    return graph.initializers.get(name) or _register(graph, lazy)
+    return graph.initializers.get(name) or register(graph, lazy)
 
 
-def _register(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+def register(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """Adds `tensor` to the initializers of `graph` under its name, which is new."""
     value = initializer(tensor)
     graph.register_initializer(value)
     return value

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tide_export.bundle.manifest import CHECKPOINT, INT8_MATMULS, Quantization
+from tide_export.common.memory import FreeMemory
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of, is_symmetric
 from tide_export.model.quantized_weights import QuantizedWeights
+from tide_export.model.structure import offload_hooks
 
 LARGE = 2**19  # numbers from which on a matrix in 16 bits is kept
 KEPT = "_tide_kept_weight"
@@ -46,6 +48,15 @@ def widened(weight: IntegerWeight | torch.Tensor, inputs_first: bool) -> torch.T
     return weight.dequantize() if inputs_first else weight.dequantize().T
 
 
+def kept_in_16_bits(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Returns parameter `name` of `module` as its checkpoint has it; None unless it is a matrix kept in 16 bits."""
+    for hook in offload_hooks(module):
+        if name == "weight" and isinstance(hook.weights_map, _Stored):
+            weight = hook.weights_map.weight
+            return weight if isinstance(weight, torch.Tensor) else None
+    return None
+
+
 def widen_when_run(model: PreTrainedModel) -> QuantizedWeights | None:
     """Attaches the weights that were kept to their modules.
 
@@ -55,9 +66,10 @@ def widen_when_run(model: PreTrainedModel) -> QuantizedWeights | None:
     kept = {id(module.weight): vars(module).pop(KEPT) for module in model.modules() if KEPT in vars(module)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = {names[key]: weight for key, weight in kept.items() if isinstance(weight, IntegerWeight)}
+    free = FreeMemory()
     for module in [module for module in model.modules() if id(getattr(module, "weight", None)) in kept]:
         others = {name: tensor.detach() for name, tensor in module.named_parameters(recurse=False) if name != "weight"}
-        stored = _Stored(kept[id(module.weight)], isinstance(module, Conv1D), others)
+        stored = _Stored(kept[id(module.weight)], isinstance(module, Conv1D), others, free)
         add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=stored))
         vars(model)["hf_device_map"] = {"": "cpu"}  # as accelerate says that weights come and go: not for threads
     if not weights:
@@ -79,11 +91,21 @@ def widen_when_run(model: PreTrainedModel) -> QuantizedWeights | None:
 class _Stored(Mapping[str, torch.Tensor]):
     """The parameters of a module by name, float32, `weight` as the checkpoint has it."""
 
-    def __init__(self, weight: IntegerWeight | torch.Tensor, inputs_first: bool, others: Mapping[str, torch.Tensor]):
-        self._weight, self._inputs_first, self._others = weight, inputs_first, others
+    def __init__(
+        self,
+        weight: IntegerWeight | torch.Tensor,
+        inputs_first: bool,
+        others: Mapping[str, torch.Tensor],
+        free: FreeMemory,
+    ):
+        self.weight, self._inputs_first, self._others, self._free = weight, inputs_first, others, free
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return widened(self._weight, self._inputs_first) if name == "weight" else self._others[name]
+        if name != "weight":
+            return self._others[name]
+        numbers = widened(self.weight, self._inputs_first)
+        self._free.used(numbers.nbytes)
+        return numbers
 
     def __iter__(self) -> Iterator[str]:
         return iter(("weight", *self._others))

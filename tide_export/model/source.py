@@ -29,7 +29,7 @@ from tide_export.model.pretrained import (
     uses_remote_code,
 )
 from tide_export.model.quantized_checkpoints import loading_problem, prepare_quantized
-from tide_export.model.quantized_modules import widen_when_run
+from tide_export.model.quantized_modules import kept_in_16_bits, widen_when_run
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.structure import ModelStructure, input_device, offload_hooks
 
@@ -356,8 +356,10 @@ def _read_weights(model: nn.Module, name: str, packed: Collection[str]) -> tuple
 
 
 def _offloaded(model: nn.Module, name: str, key: str) -> torch.Tensor:
-    """Reads the single weight `key` that accelerate has offloaded."""
+    """Reads the single weight `key` that accelerate has offloaded; one that is kept in 16 bits in these."""
     path, _, attribute = key.rpartition(".")
+    if (half := kept_in_16_bits(model.get_submodule(path), attribute)) is not None:
+        return half
     for hook in offload_hooks(model.get_submodule(path)):
         if hook.weights_map is not None:
             return hook.weights_map[attribute]

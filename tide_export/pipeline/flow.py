@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest, writing_bundle
+from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import stage
 from tide_export.compose.cut import Pieces, cut
 from tide_export.engines.build import build_engines
@@ -42,6 +43,7 @@ def export(request: ExportRequest) -> Path:
     with writing_bundle(request.output, overwrite=request.overwrite) as folder:
         manifest, references = _write_graphs(request, folder)
         gc.collect()  # frees the model's memory for building and checking engines
+        return_free_memory()
         if request.engines and request.flavour is not None:
             engines = build_engines(folder, manifest, request.flavour, request.plugin_library)
             manifest = replace(manifest, engines=engines)
@@ -59,6 +61,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     routers = given_routers(request)
     with stage("loading the model"):
         source = load_model(request.model, **request.loading)
+    return_free_memory()
     asked, request = request, choose_weights(source, request)
     length, checkpoints = check_source(source, request, routers, folder)
     head = given_head(source, request, length)
@@ -79,6 +82,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     if request.validate:
         with stage("running the model for the references the graph must give"), rounded_kv(source, manifest):
             references = model_references(source, routers, manifest, graph)
+        return_free_memory()
     with stage("writing the weights"):
         write_contents(folder, request, graph, manifest, pieces, routers, lowering(source, request))
         manifest = write_networks(folder, request, manifest, pieces, routers, source)

@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
 
 from tide_export.errors import TraceError
+from tide_export.graph.rewriting import WidenedTensor
+from tide_export.model.quantized_modules import kept_in_16_bits
 from tide_export.model.source import SourceModel
 from tide_export.model.structure import offload_hooks
 
@@ -109,6 +112,11 @@ def read_when_written(traced: ir.Model, source: SourceModel, placeholders: Place
 
     def lazy(name: str, key: str, array: np.ndarray, start: int) -> ir.LazyTensor:
         shape, strides = array.shape, [stride // array.itemsize for stride in array.strides]
+        path, _, attribute = key.rpartition(".")
+        if (half := kept_in_16_bits(source.model.get_submodule(path), attribute)) is not None:
+            dtype = ml_dtypes.bfloat16 if half.dtype == torch.bfloat16 else np.float16
+            bits = half.contiguous().view(torch.int16).as_strided(shape, strides, start).numpy()
+            return WidenedTensor(name, bits.view(dtype))
         return ir.LazyTensor(
             lambda: ir.tensor(read(key).as_strided(shape, strides, start).numpy(), name=name),
             dtype=ir.DataType.FLOAT,

@@ -100,20 +100,18 @@ def float32_engine(bundle: Bundle, threads: int | None = None) -> Engine:
         return open_engine(bundle, "cpu", threads, graph=graph.name)
 
 
-def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
-    """Opens the engines to compare for a bundle's graph.
+def graph_engines(bundle: Bundle, threads: int | None) -> Iterator[EngineUnderTest]:
+    """Opens the engines to compare for a bundle's graph, each when it is asked for.
 
     A graph whose matmuls round their inputs to 8 bits is first compared with matmuls in float32, which shows that
     integers, scales and all other operators are right, and then unchanged, within that rounding.
     """
-    deployed = open_engine(bundle, "cpu", threads)
     float32 = TOLERANCES["fp32" if bundle.manifest.kv_dtype != INT8_KV else "int8 K/V"]
     if computes_in_float32(bundle):
-        return [EngineUnderTest("", deployed, float32)]
-    return [
-        EngineUnderTest("float32 matmuls", float32_engine(bundle, threads), float32, as_deployed=False),
-        EngineUnderTest("", deployed, TOLERANCES["int8 matmuls"]),
-    ]
+        yield EngineUnderTest("", open_engine(bundle, "cpu", threads), float32)
+        return
+    yield EngineUnderTest("float32 matmuls", float32_engine(bundle, threads), float32, as_deployed=False)
+    yield EngineUnderTest("", open_engine(bundle, "cpu", threads), TOLERANCES["int8 matmuls"])
 
 
 def _set_level(graph: onnx.GraphProto) -> None:

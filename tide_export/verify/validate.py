@@ -290,7 +290,7 @@ def _engines(
     if provider not in (None, "cpu"):
         engine = open_engine(bundle, provider, threads, False, plugins, device)
         return [EngineUnderTest(str(provider), engine, TOLERANCES[networks.precision if networks else "fp32"])]
-    engines = graph_engines(bundle, threads)
+    engines = list(graph_engines(bundle, threads))
     if provider is None and networks is not None:
         # ONNX Runtime does not run bfloat16 on the CPU.
         half = networks.weights == "bf16"

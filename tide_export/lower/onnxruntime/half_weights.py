@@ -17,6 +17,7 @@ from tide_export.graph.builder import OPSET, GraphBuilder, Weights
 from tide_export.graph.rewriting import (
     FLOAT,
     HALF,
+    WidenedTensor,
     derived_weight,
     is_weight,
     nodes_of,
@@ -72,10 +73,7 @@ class HalfWeightsPass(ir.passes.InPlacePass):
         if min(static_dim(weight, 0), static_dim(weight, 1)) < MIN_SIZE:
             return False
         if weight not in self._exact:
-            values, half = required(weight.const_value).numpy(), self.dtype.numpy()
-            with np.errstate(over="ignore"):  # some rows at a time: the weight may be read for this alone
-                parts = (values[first : first + ROWS] for first in range(0, len(values), ROWS))
-                self._exact[weight] = all(np.array_equal(part.astype(half).astype(np.float32), part) for part in parts)
+            self._exact[weight] = _is_exact_in(self.dtype.numpy(), required(weight.const_value))
         return self._exact[weight]
 
     def _product(self, node: ir.Node, weights: ir.Value) -> ir.Value:
@@ -110,11 +108,21 @@ def _is_product(gemm: ir.Node) -> bool:
     return not scaled and not attributes.get_int("transA", 0)
 
 
+def _is_exact_in(half: np.dtype, tensor: ir.TensorProtocol) -> bool:
+    if isinstance(tensor, WidenedTensor) and tensor.stored.dtype == half:
+        return True
+    values = tensor.numpy()
+    with np.errstate(over="ignore"):  # some rows at a time: the weight may be read for this alone
+        parts = (values[first : first + ROWS] for first in range(0, len(values), ROWS))
+        return all(np.array_equal(part.astype(half).astype(np.float32), part) for part in parts)
+
+
 def _narrowed(weight: ir.Value, dtype: ir.DataType, transposed: bool) -> Callable[[], np.ndarray]:
     tensor = required(weight.const_value)
 
     def compute() -> np.ndarray:
-        values = tensor.numpy().astype(dtype.numpy())
+        values = tensor.stored if isinstance(tensor, WidenedTensor) else tensor.numpy()
+        values = values.astype(dtype.numpy(), copy=False)
         return np.ascontiguousarray(values.T if transposed else values)
 
     return compute

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export.graph.rewriting import (
+    WidenedTensor,
     derived_weight,
     drop_unused,
     ensure_none_left,
@@ -21,6 +22,7 @@ from tide_export.graph.rewriting import (
     nodes_of,
     op_before,
     rank,
+    register,
     replace_value,
     required,
     static_dim,
@@ -56,11 +58,11 @@ def _transposed_for_matmuls(model: ir.Model) -> Iterator[tuple[ir.Node, list[ir.
 
 
 def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
-    tensor = required(weight.const_value)
+    tensor, name = required(weight.const_value), f"{weight.name}.T"
+    if isinstance(tensor, WidenedTensor):
+        return graph.initializers.get(name) or register(graph, WidenedTensor(name, tensor.stored.T))
     shape = tensor.shape.numpy()[::-1]
-    return derived_weight(
-        graph, f"{weight.name}.T", shape, tensor.dtype, lambda: np.ascontiguousarray(tensor.numpy().T)
-    )
+    return derived_weight(graph, name, shape, tensor.dtype, lambda: np.ascontiguousarray(tensor.numpy().T))
 
 
 def _multiply_by_transposed(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:

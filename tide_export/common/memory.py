@@ -1,0 +1,26 @@
+"""Returns freed memory to the system, where the C library is glibc, which would keep most of it in its heap."""
+
+import ctypes
+
+
+def return_free_memory() -> None:
+    """Returns all freed memory of the process."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class FreeMemory:
+    """Returns freed memory each time that temporary tensors of `SHARE` bytes have come and gone."""
+
+    SHARE = 2**28
+
+    def __init__(self) -> None:
+        self._used = 0
+
+    def used(self, count: int) -> None:
+        """Counts `count` bytes."""
+        self._used += count
+        if self._used >= self.SHARE:
+            self._used = 0
+            return_free_memory()
