@@ -180,5 +180,5 @@ def test_bundle_reference_and_drafter_know_them(kind: str, operator_library: Pat
     if kind in FURTHER:
         return
     assert kinds[plain] == 0
-    packed = {"llama": 3 * LAYERS + 1, "gpt2": 4 * LAYERS + 1, "phi": 6 * LAYERS + 1}[kind]
+    packed = {"llama": 3 * LAYERS + 1, "gpt2": 4 * LAYERS + 1, "phi": 4 * LAYERS + 1}[kind]
     assert (kinds[outlier], kinds[OP_GATED_MATMUL[outlier]]) == (packed, LAYERS if kind == "llama" else 0)
