@@ -17,6 +17,12 @@ MAMBA2 = {
 }
 MAMBA = {**TINY, "num_hidden_layers": LAYERS, "pad_token_id": 0}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN4 = {
+    **{**DELTA, **SPARSE, "shared_expert_intermediate_size": 32, "hc_count": 2, "hc_lowrank": 16},
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    **{"indexer_budget": 128, "indexer_compress_ratio": 4},
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+}
 KIMI = {
     **{**SIZES, **LATENT, "num_key_value_heads": 4, "moe_intermediate_size": 32, "num_experts": 4},
     **{"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4},
@@ -179,5 +185,15 @@ HYBRID: dict[str, Family] = {
         attention_bias=True,
         layer_types=["hybrid", "hybrid", "hybrid"],
         rope_parameters={"hybrid": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen4_exp (text)": row(
+        tf.Qwen4ExpTextConfig,
+        HEADS,
+        "gated delta rule",
+        "indexed attention",
+        "several hidden states of a token",
+        "experts",
+        costly=False,
+        **QWEN4,
     ),
 }

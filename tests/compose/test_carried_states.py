@@ -4,7 +4,7 @@ to the hidden states before markers and split off after."""
 import onnx_ir as ir
 import pytest
 
-from tide_export.compose.passes.carried_states import CarriedStatesPass
+from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, INT64, dims, nodes_of, typed_value
 from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
@@ -94,6 +94,23 @@ def test_what_a_layer_passes_on_beside_its_states_is_carried_to_the_next() -> No
         assert hidden.producer().op_type == "Split"
 
 
-def test_values_of_other_widths_after_another_checkpoint_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"later layers read more .*, so the model cannot be cut there"):
-        CarriedStatesPass((0, 1, 2, 3))(passed_on((2, 4, 5)))
+def test_values_of_other_widths_after_another_checkpoint_are_followed_by_zeros() -> None:
+    model = passed_on((2, 4, 5))
+    CarriedStatesPass((0, 1, 2, 3))(model)
+    assert widths(model) == [6, 6 + 4, 6 + 4, 6]
+    (pad,) = nodes_of(model.graph, "Pad")
+    (marker,) = (use.node for use in pad.outputs[0].uses())
+    assert marker.attributes["layer"].as_int() == 1
+    (split,) = (use.node for use in marker.outputs[0].uses())
+    assert [dims(value)[-1] for value in split.outputs] == [6, 2, 2]
+    assert len(split.outputs[1].uses()) == 1
+    assert not split.outputs[2].uses()
+    values = uncarried(marker)
+    assert values[split.outputs[1]] is pad.inputs[0].producer().inputs[1]
+    assert split.outputs[2] not in values
+
+
+def test_what_an_earlier_layer_computes_is_not_known_at_an_exit() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"read more of earlier ones .* propagated past skipped layers"):
+        CarriedStatesPass((0, 1, 2, 3), propagating=True)(passed_on((2, 2, 2)))
+    CarriedStatesPass((0, 1, 2), propagating=True)(traced())  # what follows from the ids is
