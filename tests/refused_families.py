@@ -2,7 +2,6 @@
 
 import transformers as tf
 from further_families import LAYERS, MIXED, PLAIN, SMALL_EXPERTS, WIDE, row
-from hybrid_families import QWEN4
 from tiny_configs import CONTEXT, HEADS, TINY, VISION, WINDOW, Family
 
 BLT = {
@@ -85,16 +84,6 @@ REFUSED_ROWS: dict[str, Family] = {
         d_rel=8,
         unpadded_vocab_size=512,
         refused="reads more than the last layer's hidden states",
-        costly=True,
-    ),
-    "qwen4_exp (n-grams)": row(
-        tf.Qwen4ExpTextConfig,
-        HEADS,
-        **QWEN4,
-        ple_layer_ids=[3],
-        ngram_vocab_size_base=64,
-        ple_embed_dim=32,
-        refused="operator aten.cummax",
         costly=True,
     ),
     "git": row(tf.GitConfig, {**PLAIN, "vision_config": VISION}, refused="that depends on the tokens", costly=True),

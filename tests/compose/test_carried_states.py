@@ -7,7 +7,7 @@ import pytest
 from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, INT64, dims, nodes_of, typed_value
-from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
+from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, OP_CHECKPOINT
 
 WIDTHS = {"embed": 6, "extra_0": 2, "extra_1": 3}
 
@@ -60,6 +60,22 @@ def test_a_value_that_several_layers_read_is_carried_once() -> None:
 def test_a_value_that_is_no_vector_of_numbers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"reads the token ids \(Layer\), so the model cannot be cut there"):
         CarriedStatesPass((0, 1, 2))(traced(dtype=INT64))
+
+
+def test_an_operator_with_a_state_is_run_in_its_layer_though_it_reads_ids_alone() -> None:
+    model = traced()
+    reader = next(node for node in nodes_of(model.graph, "Layer") if node.inputs[1].producer().op_type == "Embed")
+    ids, width = reader.inputs[1], dims(reader.inputs[1])[-1]
+    conv = ir.node(OP_CAUSAL_CONV, [ids], attributes={"layer": 1, "number": 0}, domain=DOMAIN)
+    conv.outputs[0].type, conv.outputs[0].shape = ids.type, ids.shape
+    model.graph.insert_after(ids.producer(), conv)  # before every marker
+    second = list(nodes_of(model.graph, "Layer"))[1]
+    second.replace_input_with(1, conv.outputs[0])
+    CarriedStatesPass((0, 1, 2))(model)
+    assert conv.inputs[0].producer().op_type == "Split"
+    assert conv.inputs[0].producer().inputs[0].producer().attributes["layer"].as_int() == 1
+    assert width == 2
+    assert second.inputs[1] is conv.outputs[0]
 
 
 def passed_on(widths_of_layers: tuple[int, ...]) -> ir.Model:

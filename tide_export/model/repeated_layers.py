@@ -25,7 +25,7 @@ def repeated_layers(model: nn.Module, called: Sequence[nn.Module], depth: int | 
 
 
 def in_turn(model: nn.Module, calls: Sequence[nn.Module]) -> tuple[nn.Module, nn.ModuleList]:
-    """Makes each of `calls`, in the order in which a pass of `model` makes them, one of a module of its own.
+    """Gives each of `calls`, which a pass of `model` makes in this order, a module of its own.
 
     Returns:
         The module that all of them are in, and these modules.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from tide_export.compose.states import keeps_state
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, dims, integers, new_node, nodes_of, op_before, rank, required, static_dim
 from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
@@ -101,6 +102,7 @@ class _Read:
 
 def _reads(graph: ir.Graph, depth: int) -> list[_Read]:
     token_ids = graph.inputs[0]
+    markers = [node.attributes["layer"].as_int() for node in nodes_of(graph, OP_CHECKPOINT, DOMAIN)]
     from_ids, layers = {token_ids}, dict[ir.Value, int]()  # values after a marker, with the last marker before them
     reads = []
     for node in graph:
@@ -109,6 +111,8 @@ def _reads(graph: ir.Graph, depth: int) -> list[_Read]:
             layers[node.outputs[0]] = node.attributes["layer"].as_int()
             continue
         layer = max((layers[value] for value in inputs if value in layers), default=None)
+        if keeps_state(node):  # in its layer, whatever it reads
+            layer = max(marker for marker in markers if marker <= node.attributes["layer"].as_int())
         if layer is None:
             if node.op_type != "Shape" and not from_ids.isdisjoint(inputs):
                 from_ids.update(node.outputs)
