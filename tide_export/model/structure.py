@@ -3,8 +3,9 @@
 No architecture is known by name. The decoder layers are the `ModuleList` of `config.num_hidden_layers` modules that
 each run once on a text, or modules of lists that run as often together. The final modules (a norm, and a projection
 where there is one) lead, tensor by tensor, from the last layer's output to the backbone's `last_hidden_state`; where
-layers pass several hidden states of a token, that is what the backbone's own forward does after its layers. The head is everything the model's own forward does after
-its backbone, scaling and softcaps included. `register_adapter` is for models whose parts cannot be found that way.
+layers pass several hidden states of a token, that is what the backbone's own forward does after its layers. The head
+is everything the model's own forward does after its backbone, scaling and softcaps included. `register_adapter` is
+for models whose parts cannot be found that way.
 """
 
 import threading
