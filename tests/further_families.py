@@ -234,4 +234,10 @@ FURTHER: dict[str, Family] = {
         note="its decoder, without audio",
         max_target_positions=CONTEXT,
     ),
+    "hrm_text": Family(
+        lambda: tf.HrmTextConfig(**{**PLAIN, "num_hidden_layers": 1}, H_cycles=2, L_cycles=2),
+        ("layers that run several times", "gated attention", "embedding scale"),
+        note="prompts are causal, as without token_type_ids",
+        layers=6,
+    ),
 }

@@ -17,6 +17,12 @@ MAMBA2 = {
 }
 MAMBA = {**TINY, "num_hidden_layers": LAYERS, "pad_token_id": 0}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN4 = {
+    **{**DELTA, **SPARSE, "shared_expert_intermediate_size": 32, "hc_count": 2, "hc_lowrank": 16},
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    **{"indexer_budget": 128, "indexer_compress_ratio": 4},
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+}
 KIMI = {
     **{**SIZES, **LATENT, "num_key_value_heads": 4, "moe_intermediate_size": 32, "num_experts": 4},
     **{"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4},
@@ -182,4 +188,25 @@ HYBRID: dict[str, Family] = {
     ),
     "rwkv": row(tf.RwkvConfig, MAMBA, "averages by channel", "shifts by a token", costly=False, rescale_every=1),
     "xlstm": row(tf.xLSTMConfig, MAMBA, "matrix memory", "softcaps", costly=False, num_heads=4),
+    "qwen4_exp (text)": row(
+        tf.Qwen4ExpTextConfig,
+        HEADS,
+        "gated delta rule",
+        "indexed attention",
+        "several hidden states of a token",
+        "experts",
+        **QWEN4,
+    ),
+    "qwen4_exp (n-grams)": row(
+        tf.Qwen4ExpTextConfig,
+        HEADS,
+        "gated delta rule",
+        "indexed attention",
+        "several hidden states of a token",
+        "embeddings of n-grams",
+        "experts",
+        **QWEN4,
+        costly=False,
+        **{"ple_layer_ids": [1, 3], "ngram_vocab_size_base": 64, "ple_embed_dim": 32},
+    ),
 }

@@ -2,7 +2,6 @@
 
 import transformers as tf
 from further_families import LAYERS, MIXED, PLAIN, SMALL_EXPERTS, WIDE, row
-from hybrid_families import DELTA, SPARSE
 from tiny_configs import CONTEXT, HEADS, TINY, VISION, WINDOW, Family
 
 BLT = {
@@ -10,7 +9,6 @@ BLT = {
     "num_hidden_layers": LAYERS,
 }
 PATCHES = {**BLT, "vocab_size": 260, "hidden_size_global": 64}
-INDEXED_DELTA = {**DELTA, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
 
 REFUSED_ROWS: dict[str, Family] = {
     "xlnet": row(
@@ -79,31 +77,7 @@ REFUSED_ROWS: dict[str, Family] = {
         refused="reads more than the last layer's hidden states",
         costly=True,
     ),
-    "qwen4_exp (text)": row(
-        tf.Qwen4ExpTextConfig,
-        HEADS,
-        **SPARSE,
-        **INDEXED_DELTA,
-        shared_expert_intermediate_size=32,
-        indexer_n_heads=2,
-        indexer_kv_heads=1,
-        indexer_head_dim=16,
-        indexer_budget=128,
-        indexer_compress_ratio=4,
-        hc_count=2,
-        hc_lowrank=16,
-        refused="something happens outside any module",
-        costly=True,
-    ),
     "git": row(tf.GitConfig, {**PLAIN, "vision_config": VISION}, refused="that depends on the tokens", costly=True),
-    "hrm_text": row(
-        tf.HrmTextConfig,
-        PLAIN,
-        refused="has no list of 2 decoder layers",
-        num_layers_per_stack=1,
-        H_cycles=1,
-        L_cycles=1,
-    ),
     "blt": row(
         tf.BltConfig,
         {"vocab_size": 260, "patcher_config": PATCHES, "encoder_config": PATCHES, "decoder_config": PATCHES},

@@ -4,10 +4,10 @@ to the hidden states before markers and split off after."""
 import onnx_ir as ir
 import pytest
 
-from tide_export.compose.passes.carried_states import CarriedStatesPass
+from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, INT64, dims, nodes_of, typed_value
-from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
+from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, OP_CHECKPOINT
 
 WIDTHS = {"embed": 6, "extra_0": 2, "extra_1": 3}
 
@@ -62,6 +62,22 @@ def test_a_value_that_is_no_vector_of_numbers_is_refused() -> None:
         CarriedStatesPass((0, 1, 2))(traced(dtype=INT64))
 
 
+def test_an_operator_with_a_state_is_run_in_its_layer_though_it_reads_ids_alone() -> None:
+    model = traced()
+    reader = next(node for node in nodes_of(model.graph, "Layer") if node.inputs[1].producer().op_type == "Embed")
+    ids, width = reader.inputs[1], dims(reader.inputs[1])[-1]
+    conv = ir.node(OP_CAUSAL_CONV, [ids], attributes={"layer": 1, "number": 0}, domain=DOMAIN)
+    conv.outputs[0].type, conv.outputs[0].shape = ids.type, ids.shape
+    model.graph.insert_after(ids.producer(), conv)  # before every marker
+    second = list(nodes_of(model.graph, "Layer"))[1]
+    second.replace_input_with(1, conv.outputs[0])
+    CarriedStatesPass((0, 1, 2))(model)
+    assert conv.inputs[0].producer().op_type == "Split"
+    assert conv.inputs[0].producer().inputs[0].producer().attributes["layer"].as_int() == 1
+    assert width == 2
+    assert second.inputs[1] is conv.outputs[0]
+
+
 def passed_on(widths_of_layers: tuple[int, ...]) -> ir.Model:
     """Layers that each make a value of a width beside their states, which the next one adds to its own."""
     ids, nodes = typed_value("ids", INT64, ["b", "s"]), list[ir.Node]()
@@ -94,6 +110,23 @@ def test_what_a_layer_passes_on_beside_its_states_is_carried_to_the_next() -> No
         assert hidden.producer().op_type == "Split"
 
 
-def test_values_of_other_widths_after_another_checkpoint_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"later layers read more .*, so the model cannot be cut there"):
-        CarriedStatesPass((0, 1, 2, 3))(passed_on((2, 4, 5)))
+def test_values_of_other_widths_after_another_checkpoint_are_followed_by_zeros() -> None:
+    model = passed_on((2, 4, 5))
+    CarriedStatesPass((0, 1, 2, 3))(model)
+    assert widths(model) == [6, 6 + 4, 6 + 4, 6]
+    (pad,) = nodes_of(model.graph, "Pad")
+    (marker,) = (use.node for use in pad.outputs[0].uses())
+    assert marker.attributes["layer"].as_int() == 1
+    (split,) = (use.node for use in marker.outputs[0].uses())
+    assert [dims(value)[-1] for value in split.outputs] == [6, 2, 2]
+    assert len(split.outputs[1].uses()) == 1
+    assert not split.outputs[2].uses()
+    values = uncarried(marker)
+    assert values[split.outputs[1]] is pad.inputs[0].producer().inputs[1]
+    assert split.outputs[2] not in values
+
+
+def test_what_an_earlier_layer_computes_is_not_known_at_an_exit() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"read more of earlier ones .* propagated past skipped layers"):
+        CarriedStatesPass((0, 1, 2, 3), propagating=True)(passed_on((2, 2, 2)))
+    CarriedStatesPass((0, 1, 2), propagating=True)(traced())  # what follows from the ids is

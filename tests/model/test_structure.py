@@ -144,6 +144,13 @@ def test_several_hidden_states_of_a_token_are_one_row(family: str, axis: int) ->
     assert torch.equal(structure.by_token(structure.by_stream(last)), last)
 
 
+def test_a_module_after_the_last_layer_is_taken_whole_and_may_narrow_the_states() -> None:
+    source = build("qwen4_exp (text)")
+    (mixer,) = source.structure.final_modules
+    assert mixer is source.model.model.hyper_connection_mixer  # its first norm reads the same states
+    assert (source.hidden_size, source.normalized_size) == (128, 64)
+
+
 def test_layers_that_do_not_run_on_text_are_left_out() -> None:
     model = tf.MllamaForConditionalGeneration(MLLAMA)
     source = wrap_model(model.eval(), "mllama")

@@ -103,9 +103,9 @@ def test_a_further_family_is_equal_too(family: str, tmp_path: Path) -> None:
 
 
 # Windows and softcaps, shared K/V, learned and counted positions, ALiBi, sinks, experts, joined attentions, numbers of
-# keys: what a batch could mix up. And a final norm that is not one operator.
+# keys, layers that run several times: what a batch could mix up. And a final norm that is not one operator.
 BATCHED = ("gemma2", "gemma4 (text)", "gpt2", "mpt", "gpt_oss", "mixtral", "dbrx", "llama4 (text)", "opt (350m)")
-BATCHED += ("diffllama", "doge")
+BATCHED += ("diffllama", "doge", "hrm_text")
 
 
 def check_batch(family: str, engine, thresholds: list[float], modes: int = 2) -> None:

@@ -80,6 +80,7 @@ OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
     "per-layer embeddings": ("gemma4 (text)", set_weights("per_layer_projection.weight", 0.0)),
     "biases by distance": ("inkling (text)", set_weights("rel_logits_proj.proj", 0.0)),
     "norms after": ("olmo2", set_weights("post_attention_layernorm", 1.0)),
+    "layers that run several times": ("hrm_text", set_config(L_cycles=1, num_hidden_layers=4)),
     "scores by token": ("doge", set_weights("self_attn.A", 0.0)),
 }
 # Without these the model would have other parameters, so their presence shows.
@@ -146,6 +147,12 @@ def test_a_mask_is_known_by_its_rule(size: int) -> None:
     assert classify(lambda b, h, q, k: k <= q + 1, size, 131072) is None
 
 
+def test_a_mask_is_joined_with_no_other_than_an_indexers_choice() -> None:
+    assert Mask("causal") & torch.zeros(1, dtype=torch.int32) == Mask("causal")
+    with pytest.raises(TypeError, match="not joined with another mask"):
+        Mask("causal") & torch.ones(1, 1, 3, 3, dtype=torch.bool)
+
+
 def test_a_mask_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = build("llama")
     monkeypatch.setattr(masking_utils, "causal_mask_function", masking_utils.bidirectional_mask_function)
@@ -161,6 +168,7 @@ def test_a_mask_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ("deepseek_v32", 192, "chosen tokens"),
         ("minimax_m3 (text)", 192, "chosen tokens"),
         ("doge", 192, "chosen tokens"),
+        ("qwen4_exp (text)", 128, "chosen tokens"),
         ("llama (dynamic)", CONTEXT, "context"),
     ],
 )

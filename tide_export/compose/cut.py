@@ -182,6 +182,7 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     for _, table in map(sinks_and_bias, attention.values()):
         if table is not None and static_dim(table, 1) < max_length:
             raise GraphError(f"the trace holds attention biases for {static_dim(table, 1)} tokens, not {max_length}")
+    propagating = traced.every_layer and not taps
     run_passes(
         traced.model,
         common_passes.CommonSubexpressionEliminationPass(),
@@ -191,7 +192,7 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         SplitRotationsPass(),
         RotaryTablesPass(max_length),
         SharedKeysPass(),
-        CarriedStatesPass(bounds),
+        CarriedStatesPass(bounds, propagating),
         common_passes.RemoveUnusedNodesPass(),
     )
     if nodes_of(graph, "NonZero"):
@@ -208,7 +209,7 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     own = {layer: layer for layer in range(depth)}
     kv_layers = tuple((own | {i: node.attributes.get_int(KV_LAYER, i) for i, node in attention.items()}).values())
     keys_values: dict[int, ir.Graph] = {}
-    if traced.every_layer and not taps:
+    if propagating:
         keys_values = {layer: _keys_and_values(graph, after(layer), attention[layer]) for layer in set(kv_layers)}
     tapped = {layer: list(uncarried(traced.marker(layer)).values())[:2][-1] for layer in taps}
     if traced.every_layer:

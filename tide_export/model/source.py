@@ -31,7 +31,7 @@ from tide_export.model.pretrained import (
 from tide_export.model.quantized_checkpoints import loading_problem, prepare_quantized
 from tide_export.model.quantized_modules import kept_in_16_bits, widen_when_run
 from tide_export.model.quantized_weights import QuantizedWeights
-from tide_export.model.structure import ModelStructure, input_device, offload_hooks
+from tide_export.model.structure import ModelStructure, input_device, offload_hooks, two_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class SourceModel:
         name: the folder, hub id or GGUF file it was loaded from.
         weights_sha256: hash of the weights as loaded, before any quantization.
         structure: its layers, final modules and head.
+        hidden_size: width D of raw states, several hidden states of a token together.
         normalized_size: width D' of normalized states, which routers and head read; differs from D only where a
             projection follows the norm.
         quantized: the integers whose values the weights now have; None where they are as loaded, and not packed.
@@ -76,6 +77,7 @@ class SourceModel:
     name: str
     weights_sha256: str
     structure: ModelStructure
+    hidden_size: int
     normalized_size: int
     quantized: QuantizedWeights | None = None
     remote_code: bool = False
@@ -92,11 +94,6 @@ class SourceModel:
     @property
     def architecture(self) -> str:
         return type(self.model).__name__
-
-    @property
-    def hidden_size(self) -> int:
-        """Width D of raw states: the residual stream's, times the streams where layers pass several."""
-        return int(self.text_config.hidden_size) * (self.structure.streams or 1)
 
     @property
     def vocab_size(self) -> int:
@@ -302,10 +299,11 @@ def wrap_model(
     model.eval().requires_grad_(False)
     digest, exact = _read_weights(model, name, () if quantized is None else quantized.blocks)
     structure = ModelStructure.find(model)
-    with torch.no_grad():
-        width = model.config.get_text_config().hidden_size * (structure.streams or 1)
-        normalized_size = structure.normalize(torch.zeros(1, 1, width, device=input_device(model))).shape[-1]
-    return SourceModel(model, name, digest, structure, normalized_size, quantized, remote_code, exact)
+    with torch.no_grad(), structure.captured([len(structure.layers)]) as raw:
+        model(input_ids=two_tokens(model), use_cache=False)
+    (last,) = raw.values()
+    widths = last.shape[-1], structure.normalize(last).shape[-1]
+    return SourceModel(model, name, digest, structure, *widths, quantized, remote_code, exact)
 
 
 def _keep_scale(model: PreTrainedModel) -> None:

@@ -1,15 +1,16 @@
 """Finds the parts of any Hugging Face causal LM by watching it run: decoder layers, final norm, head.
 
 No architecture is known by name. The decoder layers are the `ModuleList` of `config.num_hidden_layers` modules that
-each run once on a text. The final modules (a norm, and a projection where there is one) lead, tensor by tensor, from
-the last layer's output to the backbone's `last_hidden_state`; where layers pass several hidden states of a token, that
-is what the backbone's own forward does after its layers. The head is everything the model's own forward does after
-its backbone, scaling and softcaps included. `register_adapter` is for models whose parts cannot be found that way.
+each run once on a text, or modules of lists that run as often together. The final modules (a norm, and a projection
+where there is one) lead, tensor by tensor, from the last layer's output to the backbone's `last_hidden_state`; where
+layers pass several hidden states of a token, that is what the backbone's own forward does after its layers. The head
+is everything the model's own forward does after its backbone, scaling and softcaps included. `register_adapter` is
+for models whose parts cannot be found that way.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.failures import explained
 from tide_export.model.outputs import first_tensor, with_states
+from tide_export.model.repeated_layers import in_turn, repeated_layers
 from tide_export.model.replaced_forward import returning
 
 
@@ -209,7 +211,7 @@ class _Run:
     outputs: dict[int, Any]
 
 
-def _watch(model: PreTrainedModel, ids: torch.Tensor | None = None) -> _Run:
+def _watch(model: PreTrainedModel, layers: Iterable[nn.Module] = (), ids: torch.Tensor | None = None) -> _Run:
     run = _Run([], [], Counter(), {})
 
     def record(module, args, output):
@@ -221,14 +223,14 @@ def _watch(model: PreTrainedModel, ids: torch.Tensor | None = None) -> _Run:
             run.others += [(module, other) for other in args[1:] if isinstance(other, torch.Tensor)]
 
     with ExitStack() as hooks, torch.no_grad():
-        for module in model.modules():
+        for module in {*model.modules(), *layers}:
             hooks.enter_context(module.register_forward_hook(record))
         with explained(model, "run on token ids alone"):
-            model(input_ids=_two_tokens(model) if ids is None else ids, use_cache=False)
+            model(input_ids=two_tokens(model) if ids is None else ids, use_cache=False)
     return run
 
 
-def _two_tokens(model: PreTrainedModel) -> torch.Tensor:
+def two_tokens(model: PreTrainedModel) -> torch.Tensor:
     """Returns one token id twice, not that of padding, [1, 2]."""
     token = int(getattr(model.config.get_text_config(), "pad_token_id", None) == 0)
     return torch.full((1, 2), token, dtype=torch.long, device=input_device(model))
@@ -238,6 +240,8 @@ def _find(model: PreTrainedModel) -> ModelStructure:
     kind = type(model).__name__
     run = _watch(model)
     backbone, layers = _layers(model, run)
+    if id(layers[-1]) not in run.outputs:  # made for one of the times that a module runs
+        run = _watch(model, layers)
     if backbone is model:
         raise UnsupportedModelError(
             f"{kind} has its layers and its head in one module, so the head cannot be run alone: the layers and the "
@@ -247,17 +251,25 @@ def _find(model: PreTrainedModel) -> ModelStructure:
     around = {id(m) for m in backbone.modules()} - inside_layers
     steps = [call for call in run.calls if id(call[0]) in around]
 
-    chain: list[nn.Module] = []
-    current, stop = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
-    if current.ndim == 4:
+    last, states = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
+    chain = None if last.ndim == 4 else _chain(steps, last, states)
+    if chain is None:
         return _finished_by_forward(model, backbone, layers)
-    while not _same(current, stop):
-        step = next((call for call in steps if _same(call[1], current) and not _same(call[2], current)), None)
-        if step is None:
-            return _finished_by_forward(model, backbone, layers)
-        chain.append(step[0])
-        current = step[2]
     return ModelStructure(backbone, layers, tuple(chain), _first_position(model, run))
+
+
+def _chain(
+    steps: Sequence[tuple[nn.Module, torch.Tensor, torch.Tensor]], current: torch.Tensor, stop: torch.Tensor
+) -> list[nn.Module] | None:
+    """Returns modules that lead from tensor to tensor, from `current` to `stop`; None if there are none."""
+    if _same(current, stop):
+        return []
+    for module, taken, given in steps:
+        if _same(taken, current) and not _same(given, current):
+            rest = _chain(steps, given, stop)
+            if rest is not None:
+                return [module, *rest]
+    return None
 
 
 def _first_position(model: PreTrainedModel, run: _Run) -> int:
@@ -275,7 +287,7 @@ def _first_position(model: PreTrainedModel, run: _Run) -> int:
     if first:
         positions = torch.arange(first, first + 2, device=input_device(model))[None]
         with torch.no_grad():
-            logits = model(input_ids=_two_tokens(model), position_ids=positions, use_cache=False).logits
+            logits = model(input_ids=two_tokens(model), position_ids=positions, use_cache=False).logits
         if not torch.allclose(logits, run.outputs[id(model)].logits, atol=1e-4, rtol=1e-4):
             raise UnsupportedModelError(
                 f"{type(model).__name__} numbers its tokens from {first} and does not read position_ids, so it cannot "
@@ -305,6 +317,8 @@ def _layers(model: PreTrainedModel, run: _Run) -> tuple[nn.Module, nn.ModuleList
     if runs:
         raise UnsupportedModelError(f"{kind} ran {max(runs)} decoder layers but its config says {depth}")
     # The config may count something else: the layers of an encoder, or attentions.
+    if calls := repeated_layers(model, [module for module, *_ in run.calls], depth):
+        return in_turn(model, calls)
     alike = [owner for owner in ran if len(owner[1]) > 1 and len({type(layer) for layer in owner[1]}) == 1]
     if not alike:
         raise UnsupportedModelError(f"{kind} has no list of {depth} decoder layers (config.num_hidden_layers)")
@@ -320,7 +334,7 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
     """
     kind = type(model).__name__
     other = torch.tensor([[1, 2]], device=input_device(model))  # than the tokens that `ModelStructure.normalize` gives
-    run = _watch(model, other)
+    run = _watch(model, layers, other)
     last, states = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
     if last.ndim == 4 and (1, 2) in (last.shape[1:3], last.shape[:2]):
         axis = 0 if last.shape[1:3] == (1, 2) else 2
@@ -354,7 +368,7 @@ def _check(model: PreTrainedModel, structure: ModelStructure) -> None:
     Raises UnsupportedModelError.
     """
     kind = type(model).__name__
-    run = _watch(model)
+    run = _watch(model, structure.layers)
     calls = [run.counts[id(layer)] for layer in structure.layers]
     if calls != [1] * len(calls) or not calls:
         raise UnsupportedModelError(f"the adapter for {kind} names {len(calls)} layers that ran {sum(calls)} times")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tide_export.bundle.manifest import Quantization
-from tide_export.errors import CalibrationError, ConfigError
+from tide_export.errors import CalibrationError, ConfigError, UnsupportedModelError
 from tide_export.model.outputs import first_tensor
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
@@ -62,17 +62,32 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 @torch.no_grad()
 def record_layer_inputs(source: SourceModel, sequences: Sequence[Sequence[int]]) -> list[LayerInputs]:
-    """Runs the model on each of `sequences` (token ids) and records the arguments of its layers."""
+    """Runs the model on each of `sequences` (token ids) and records the arguments of its layers.
+
+    Raises:
+        UnsupportedModelError: a layer takes something else than the one before it gives.
+    """
     texts = []
     for ids in sequences:
         calls: list[tuple[tuple, dict[str, Any]]] = []
+        given: list[torch.Tensor] = []  # by the layer that ran last
 
-        def record(_module, args, kwargs, calls=calls):
+        def record(_module, args, kwargs, calls=calls, given=given):
+            states = args[0] if args else kwargs["hidden_states"]
+            if given and not torch.equal(states, given[0].to(states.device)):
+                raise UnsupportedModelError(
+                    f"{source.architecture} changes hidden states between its layers, so gptq cannot follow them: "
+                    "use rtn"
+                )
             calls.append((args, dict(kwargs)))
+
+        def keep(_module, _args, output, given=given):
+            given[:] = [first_tensor(output)]
 
         with ExitStack() as hooks:
             for layer in source.structure.layers:
                 hooks.enter_context(layer.register_forward_pre_hook(record, with_kwargs=True))
+                hooks.enter_context(layer.register_forward_hook(keep))
             source.raw_states(torch.tensor([list(ids)], device=source.device), [])
         args, kwargs = calls[0]
         states = args[0] if args else kwargs["hidden_states"]

@@ -19,6 +19,8 @@ def passthrough_cache(layers: int, change: Change = lambda states: states) -> Ca
 
 
 class _PassthroughLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[override]
+    indexer_position_ids: torch.Tensor | None = None  # of earlier tokens (Qwen 4)
+
     def __init__(self, change: Change):
         CacheLayerMixin.__init__(self)
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=MAX_STATES)

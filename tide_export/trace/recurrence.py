@@ -253,6 +253,25 @@ def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[st
         output = sums[..., :-1] / (sums[..., -1:].abs().clamp(min=1) + self.config.eps)
         return output.transpose(1, 2), None
 
+    def dilated_convolution(self, hidden_states, *_, **__):
+        """Convolves tokens [B, S, D] some steps apart (Qwen 4)."""
+        weight, (step,) = self.conv1d.weight.squeeze(1), self.conv1d.dilation
+        weight = functional.pad(weight[..., None], (step - 1, 0)).flatten(1)[:, step - 1 :]
+        return causal_conv1d_fn(hidden_states.transpose(1, 2), weight, self.conv1d.bias, "silu").transpose(1, 2)
+
+    def earlier_tokens(self, token_ids, shift):
+        """Returns ids [B, S] of so many tokens before, the end's after an end (Qwen 4).
+
+        `token_ids`: of the text, after those that stand for what is before it.
+        """
+        end = float(self.eos_token_id)
+        ids = (token_ids[:, self.context_len :, None].float() - end).expand(-1, -1, self.ngram_size)
+        weight = torch.eye(self.ngram_size, device=ids.device).flip(1)
+        now, *before = (causal_conv1d_fn(ids.transpose(1, 2), weight) + end).unbind(1)
+        for by, earlier in enumerate(before[:shift]):
+            now = torch.where(now == end, end, earlier) if by else earlier
+        return now.to(token_ids.dtype)
+
     def convolve(conv, hidden_states):
         return causal_conv1d_fn(hidden_states, conv.weight.squeeze(1), conv.bias)
 
@@ -276,6 +295,8 @@ def _replacements(numbers: _Numbers) -> tuple[dict[str, Callable], list[tuple[st
         ("decay_factors", "forward", lightning_attention),
         ("conv_qk_grouped", "forward", compressed_attention),
         ("chunkwise_kernel_fn", "forward", matrix_memory),
+        ("_short_conv", "_short_conv", dilated_convolution),
+        ("_shift_right_ignore_eos", "_shift_right_ignore_eos", earlier_tokens),
     ]
     return functions, methods, of_module
 

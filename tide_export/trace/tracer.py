@@ -211,29 +211,27 @@ def export_graph(
 def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
     """Makes the model emit markers, while open.
 
-    They come before each layer of `bounds` (the last one is the depth), after the last layer and after the backbone.
+    They come before the first layer, after as many layers as `bounds` says (the last one is the depth), and after the
+    backbone.
     """
     structure, depth = source.structure, bounds[-1]
 
-    def before(layer: int) -> Callable:
-        def hook(_module, args, kwargs):
-            if args:
-                return (mark(args[0], layer), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": mark(kwargs["hidden_states"], layer)}
-
-        return hook
+    def before_first(_module, args, kwargs):
+        if args:
+            return (mark(args[0], 0), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": mark(kwargs["hidden_states"], 0)}
 
     def mark(hidden: torch.Tensor, layer: int) -> torch.Tensor:
         return structure.by_stream(_mark(structure.by_token(hidden), layer))
 
-    def after_last(_module, _args, output):
-        return with_first_tensor(output, mark(first_tensor(output), depth))
+    def after(layer: int) -> Callable:
+        return lambda _module, _args, output: with_first_tensor(output, mark(first_tensor(output), layer))
 
     def after_backbone(_module, _args, output):
         return with_states(output, _mark(output[0], depth + 1))
 
-    handles = [structure.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in bounds[:-1]]
-    handles.append(structure.layers[-1].register_forward_hook(after_last))
+    handles = [structure.layers[0].register_forward_pre_hook(before_first, with_kwargs=True)]
+    handles += [structure.layers[layer - 1].register_forward_hook(after(layer)) for layer in bounds if layer]
     handles.append(structure.backbone.register_forward_hook(after_backbone))
     try:
         yield

@@ -80,7 +80,7 @@ CLOSING = """
 ## What is not taken as it is
 
 - **Lengths.** Bundles hold sequences up to where longrope or dynamic scaling changes earlier tokens' angles, Llama 4
-  attends in blocks, or keys are chosen (DeepSeek V3.2, GLM 5, MiniMax M3, Doge). `export` prints the length.
+  attends in blocks, or keys are chosen (DeepSeek V3.2, GLM 5, MiniMax M3, Qwen 4, Doge). `export` prints the length.
 - **Masks** are causal, a sliding window, or blocks of tokens; others are refused.
 - **Mixture of experts.** An expert that no token chose is not read (Llama 4 runs all, as transformers does). TensorRT
   networks gather each token's experts, which [bounds a run](../guide/tensorrt.md). Experts with equal scores up to

@@ -1,6 +1,7 @@
 """Adds to each token's state whatever else later layers read of the token.
 
-So only segment 0 reads token ids, and no segment what an earlier one computed.
+So only segment 0 reads token ids, and no segment what an earlier one computed. States have one width at all
+checkpoints: where less is read, zeros follow.
 
 Runs on the trace before it is cut. A layer may read values that follow from the token ids alone, such as its slice of a
 second embedding, or that an earlier layer computed beside its hidden states, such as a router's state. Neither is there
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from tide_export.compose.states import keeps_state
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, dims, integers, new_node, nodes_of, op_before, rank, required, static_dim
 from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
@@ -21,23 +23,34 @@ from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
 class CarriedStatesPass(ir.passes.InPlacePass):
     """Runs after `SharedKeysPass`, so that attention reads no value of an earlier segment."""
 
-    def __init__(self, boundaries: Sequence[int]):
-        """`boundaries`: layers run at the markers between segments, and the depth at the end."""
+    def __init__(self, boundaries: Sequence[int], propagating: bool = False):
+        """Stores what to carry past.
+
+        Args:
+            boundaries: layers run at the markers between segments, and the depth at the end.
+            propagating: whether skipped layers get keys and values of a state as it was at its exit.
+        """
         super().__init__()
+        self.propagating = propagating
         self.first, *self.checkpoints, self.depth = boundaries
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Raises UnsupportedModelError where such a value is no vector of numbers per token."""
+        """Raises UnsupportedModelError where such a value is no vector of numbers, or is needed and not known."""
         reads = _reads(model.graph, self.depth)
-        self._require_one_width(reads)
+        if self.propagating and any(read.since is not None for read in reads):
+            raise UnsupportedModelError(
+                "its layers read more of earlier ones than their hidden states, so keys and values cannot be "
+                "propagated past skipped layers"
+            )
+        widths = {layer: sum(map(_width, self._carried(reads, layer))) for layer in self.checkpoints}
         current = {read.value: read.value for read in reads}  # each value as it was split off last
         for marker in nodes_of(model.graph, OP_CHECKPOINT, DOMAIN) if reads else ():
             layer = marker.attributes["layer"].as_int()
             carried = self._carried(reads, layer)
-            if carried and layer < self.depth:
-                current |= dict(
-                    zip(carried, _carry(model.graph, marker, [current[value] for value in carried]), strict=True)
-                )
+            missing = max(widths.values()) - widths[layer] if layer in widths else 0
+            if (carried or missing) and layer < self.depth:
+                after = _carry(model.graph, marker, [current[value] for value in carried], missing)
+                current |= dict(zip(carried, after, strict=True))
             for read in reads:
                 if read.layer == layer:
                     read.node.replace_input_with(read.index, current[read.value])
@@ -48,7 +61,7 @@ class CarriedStatesPass(ir.passes.InPlacePass):
     def _carried(self, reads: Sequence["_Read"], layer: int) -> list[ir.Value]:
         """Returns the values that the marker `layer` carries.
 
-        Those of token ids are carried on to the last checkpoint, so that states have one width.
+        Those of token ids are carried on to the last checkpoint, so that states are alike where K/V are propagated.
         """
 
         def carries(read: _Read) -> bool:
@@ -58,14 +71,6 @@ class CarriedStatesPass(ir.passes.InPlacePass):
 
         return list(dict.fromkeys(read.value for read in reads if carries(read)))
 
-    def _require_one_width(self, reads: Sequence["_Read"]) -> None:
-        widths = {sum(static_dim(value, -1) for value in self._carried(reads, layer)) for layer in self.checkpoints}
-        if len(widths) > 1:
-            raise UnsupportedModelError(
-                "later layers read more numbers of a token, beside its hidden states, after one checkpoint than after "
-                "another, so the model cannot be cut there"
-            )
-
 
 def uncarried(marker: ir.Node) -> dict[ir.Value, ir.Value]:
     """Maps each value that the graph reads after `marker` to the value before it.
@@ -74,9 +79,11 @@ def uncarried(marker: ir.Node) -> dict[ir.Value, ir.Value]:
     """
     before, after = required(marker.inputs[0]), marker.outputs[0]
     concat, split = before.producer(), next((use.node for use in after.uses() if use.node.op_type == "Split"), None)
+    if concat is not None and concat.op_type == "Pad":
+        concat = required(concat.inputs[0]).producer()
     if concat is None or split is None or concat.op_type != "Concat":
         return {after: before}
-    return {after: before} | dict(zip(split.outputs, map(required, concat.inputs), strict=True))
+    return {after: before} | dict(zip(split.outputs, map(required, concat.inputs), strict=False))
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ class _Read:
 
 def _reads(graph: ir.Graph, depth: int) -> list[_Read]:
     token_ids = graph.inputs[0]
+    markers = [node.attributes["layer"].as_int() for node in nodes_of(graph, OP_CHECKPOINT, DOMAIN)]
     from_ids, layers = {token_ids}, dict[ir.Value, int]()  # values after a marker, with the last marker before them
     reads = []
     for node in graph:
@@ -103,6 +111,8 @@ def _reads(graph: ir.Graph, depth: int) -> list[_Read]:
             layers[node.outputs[0]] = node.attributes["layer"].as_int()
             continue
         layer = max((layers[value] for value in inputs if value in layers), default=None)
+        if keeps_state(node):  # in its layer, whatever it reads
+            layer = max(marker for marker in markers if marker <= node.attributes["layer"].as_int())
         if layer is None:
             if node.op_type != "Shape" and not from_ids.isdisjoint(inputs):
                 from_ids.update(node.outputs)
@@ -124,16 +134,24 @@ def _reads(graph: ir.Graph, depth: int) -> list[_Read]:
     return reads
 
 
-def _carry(graph: ir.Graph, marker: ir.Node, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
-    """Makes `marker` mark hidden states and `carried` values.
+def _width(value: ir.Value) -> int:
+    return static_dim(value, -1)
 
-    Returns these as they are split off after it.
+
+def _carry(graph: ir.Graph, marker: ir.Node, carried: Sequence[ir.Value], missing: int) -> Sequence[ir.Value]:
+    """Makes `marker` mark hidden states and `carried` values, and after these `missing` zeros.
+
+    Returns these values as they are split off after it.
     """
     hidden, marked = required(marker.inputs[0]), marker.outputs[0]
     batch, tokens, _ = dims(hidden)
-    widths = [static_dim(value, -1) for value in (hidden, *carried)]
+    widths = [*map(_width, (hidden, *carried))]
     shape = [batch, tokens, sum(widths)]
     state = op_before(marker, "Concat", [hidden, *carried], {"axis": -1}, dtype=FLOAT, shape=shape)
+    if missing:
+        widths, shape = [*widths, missing], [batch, tokens, sum(widths) + missing]
+        pads = integers(graph, f"state_pads_{missing}", [0, 0, 0, 0, 0, missing])
+        state = op_before(marker, "Pad", [state, pads], dtype=FLOAT, shape=shape)
     sizes = integers(graph, f"state_sizes_{'_'.join(map(str, widths))}", widths)
     types = [(FLOAT, [batch, tokens, width]) for width in widths]
     split = new_node("Split", [marked, sizes], {"axis": -1}, name=f"{marker.name}/Split", outputs=types)
@@ -142,4 +160,4 @@ def _carry(graph: ir.Graph, marker: ir.Node, carried: Sequence[ir.Value]) -> Seq
     split.replace_input_with(0, marked)
     marker.replace_input_with(0, state)
     marked.shape = ir.Shape(shape)
-    return split.outputs[1:]
+    return split.outputs[1 : 1 + len(carried)]

@@ -2,9 +2,9 @@
 
 It is that for sequences that are short enough.
 
-Some models (DeepSeek V3.2, GLM 5, MiniMax M3) have an indexer beside each attention, which scores all keys for every
-query; the best N alone are attended to. Of N keys or fewer these are all, and `pipeline.preflight` allows no longer
-sequences. Doge chooses by what its tokens add to the scores, without an indexer.
+Some models (DeepSeek V3.2, GLM 5, MiniMax M3, Qwen 4) have an indexer beside each attention, which scores all keys for
+every query; the best N alone are attended to. Of N keys or fewer these are all, and `pipeline.preflight` allows no
+longer sequences. Doge chooses by what its tokens add to the scores, without an indexer.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+ALL_KEYS = (1,)  # shape of what stands for an indexer's choice
+
 
 def chosen_keys(model: PreTrainedModel) -> dict[nn.Module, int]:
     """The model's indexers, and how many keys each chooses for a query."""
     found = {}
     for module in model.modules():
-        if isinstance(count := getattr(module, "index_topk", None), int):
+        if isinstance(count := getattr(module, "index_topk", getattr(module, "token_budget", None)), int):
             found[module] = count
         elif isinstance(blocks := getattr(module, "topk_blocks", None), int):
             found[module] = blocks * int(module.block_size)  # type: ignore[arg-type]
@@ -37,7 +39,7 @@ def without_indexers(model: PreTrainedModel) -> Iterator[None]:
     """While open, indexers compute nothing: attention that is replaced reads no choice."""
 
     def choose(hidden_states: torch.Tensor, *_, **__) -> torch.Tensor:
-        return hidden_states.new_zeros(1, dtype=torch.int32)
+        return hidden_states.new_zeros(ALL_KEYS, dtype=torch.int32)
 
     indexers = list(chosen_keys(model))
     try:

@@ -9,7 +9,7 @@ three known forms. Any other is refused.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from tide_export.errors import TideError, UnsupportedModelError
 from tide_export.model.attention import attention_implementation
 from tide_export.model.structure import input_device
 from tide_export.trace.attention.distances import biases_by_distance
-from tide_export.trace.attention.indexed import without_indexers
+from tide_export.trace.attention.indexed import ALL_KEYS, without_indexers
 
 IMPLEMENTATION = "tide_export_masks"
 
@@ -47,6 +47,7 @@ class Mask:
 
     kind: str
     size: int = 0
+    dtype: ClassVar = torch.bool  # as of the tensors it stands for
 
     def attends(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         causal = key <= query
@@ -63,6 +64,12 @@ class Mask:
         """
         if any(part not in (slice(None), slice(0, None), 0) for part in index):
             raise TypeError("a mask's form has no parts")
+        return self
+
+    def __and__(self, choice: torch.Tensor) -> "Mask":
+        """Returns itself beside what stands for an indexer's choice of keys, which are all."""
+        if choice.shape != ALL_KEYS:
+            raise TypeError("a mask's form is not joined with another mask")
         return self
 
 
