@@ -3,7 +3,7 @@
 import transformers as tf
 from further_families import LAYERS, MIXED, PLAIN, SMALL_EXPERTS, WIDE, row
 from hybrid_families import DELTA, SPARSE
-from tiny_configs import CONTEXT, HEADS, TINY, VISION, WINDOW, Family
+from tiny_configs import CONTEXT, HEADS, TINY, WINDOW, Family
 
 BLT = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
@@ -23,13 +23,6 @@ REFUSED_ROWS: dict[str, Family] = {
         tf.CpmAntConfig,
         {**TINY, "num_hidden_layers": LAYERS, "dim_head": 16, "dim_ff": 128},
         refused="for a fixed number of tokens",
-    ),
-    "longcat_flash": row(
-        tf.LongcatFlashConfig,
-        {**TINY, "num_layers": LAYERS, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32},
-        refused="attends 4 times in 2 layers",
-        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-        **{"head_dim": 8, "moe_topk": 2, "n_routed_experts": 8, "zero_expert_num": 2},
     ),
     "prophetnet": row(
         tf.ProphetNetConfig,
@@ -104,7 +97,6 @@ REFUSED_ROWS: dict[str, Family] = {
         refused="something happens outside any module",
         costly=True,
     ),
-    "git": row(tf.GitConfig, {**PLAIN, "vision_config": VISION}, refused="that depends on the tokens", costly=True),
     "hrm_text": row(
         tf.HrmTextConfig,
         PLAIN,
