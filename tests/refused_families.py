@@ -17,12 +17,12 @@ REFUSED_ROWS: dict[str, Family] = {
     "xlnet": row(
         tf.XLNetConfig,
         {"vocab_size": 512, "d_model": 64, "n_layer": LAYERS, "n_head": 4, "d_inner": 128},
-        refused="is not understood",
+        refused="attends to later tokens",
     ),
     "cpmant": row(
         tf.CpmAntConfig,
         {**TINY, "num_hidden_layers": LAYERS, "dim_head": 16, "dim_ff": 128},
-        refused="for a fixed number of tokens",
+        refused="attends to later tokens",
     ),
     "prophetnet": row(
         tf.ProphetNetConfig,

@@ -81,7 +81,7 @@ class Pieces:
         return static_dim(self.segments[0].outputs[0], -1)
 
     def kv_read(self, k: int) -> list[int]:
-        """Attentions whose K/V cache segment k reads, ascending: its own, and earlier ones that its layers share."""
+        """Attentions whose K/V cache segment k reads, ascending: its own and those of earlier layers."""
         depth, layers = self.boundaries[-1], range(self.boundaries[k], self.boundaries[k + 1])
         shapes = enumerate(self.kv_shapes)
         return sorted({self.kv_layers[i] for i, shape in shapes if i % depth in layers and shape != NO_KV})

@@ -41,7 +41,7 @@ from tide_export.trace.exporter.decompositions import minimal_decompositions
 from tide_export.trace.exporter.exact_constants import exact_constants
 from tide_export.trace.lora import symbolic_lora
 from tide_export.trace.offloaded_weights import placeholder_weights, read_when_written
-from tide_export.trace.passthrough_cache import passthrough_cache
+from tide_export.trace.passthrough_cache import cache_layers, passthrough_cache
 from tide_export.trace.quantized_linear import symbolic_quantized
 from tide_export.trace.recurrence import keeps_state, refuse_unknown_state, symbolic_recurrence
 from tide_export.trace.running_layer import running_layers
@@ -155,8 +155,7 @@ class _TracedForward(nn.Module):
         super().__init__()
         self.model: PreTrainedModel = source.model
         self.first_position = source.structure.first_position
-        listed = getattr(source.text_config, "num_hidden_layers", None) or 0
-        self.cache_layers = max(source.num_layers, listed)  # some may not run on text
+        self.cache_layers = cache_layers(source)
         self.cached = cached
         self.use_cache = cached and not keeps_state(source)  # with it, some write states into their modules
         parameters = inspect.signature(source.model.forward).parameters.values()

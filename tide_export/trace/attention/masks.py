@@ -27,6 +27,8 @@ IMPLEMENTATION = "tide_export_masks"
 
 UNKNOWN = -1  # the layer of attention before the first
 
+ROUNDING = 0.01  # of the largest logit: in bfloat16, a token's experts are summed in the order of all tokens
+
 # Keyword arguments that change what attention computes and that no target lowers yet.
 _ADDITIONS = {
     **{"position_bias": "a position bias", "alibi": "ALiBi", "head_mask": "head masks"},
@@ -84,10 +86,11 @@ def layer_masks(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Mask | N
         is matched in the trace instead.
 
     Raises:
-        UnsupportedModelError: a layer's mask has none of the forms above, a layer attends with several, or the
-            architecture accepts no other attention than its default.
+        UnsupportedModelError: a layer's mask has none of the forms above, a layer attends with several, or tokens
+            attend to later ones.
     """
     if not model._can_set_attn_implementation():
+        _refuse_later_tokens(model)
         return None
     seen: dict[int, Mask | None] = {}
     with _recording(model, seen), running_layers(layers), torch.no_grad():
@@ -104,8 +107,21 @@ def layer_masks(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Mask | N
                 ) from error
     # transformers decides by the names of classes whether a model uses the interface; this one never called it.
     if not seen or seen.get(UNKNOWN) not in (None, Mask("causal")):
+        _refuse_later_tokens(model)
         return None
     return tuple(seen.get(layer) for layer in range(len(layers)))
+
+
+def _refuse_later_tokens(model: PreTrainedModel) -> None:
+    """Checks that a token's logits stay the same, up to rounding, where the token after it is another.
+
+    Raises UnsupportedModelError.
+    """
+    texts = torch.tensor([[[1, 1]], [[1, 2]]], device=input_device(model))
+    with torch.no_grad():
+        one, other = (model(input_ids=ids, use_cache=False).logits[0, 0].float() for ids in texts)
+    if (one - other).abs().max() > ROUNDING * one.abs().max():
+        raise UnsupportedModelError(f"{type(model).__name__} attends to later tokens, so it cannot be exported")
 
 
 def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
