@@ -13,7 +13,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def cache_layers(source: SourceModel) -> int:
-    """Returns the layers of a cache for `source`: its config's where these run on text in part, or are attentions."""
+    """Returns the layers of a cache for `source`, whose config may count attentions or more layers."""
     return max(source.num_layers, getattr(source.text_config, "num_hidden_layers", None) or 0)
 
 

@@ -257,7 +257,7 @@ def _mark(hidden: torch.Tensor, layer: int) -> torch.Tensor:
 
 
 def _number_attentions(model: ir.Model, depth: int) -> None:
-    """Adds the depth to the `layer` of an attention for each one before it in the layer: each has its own K/V cache."""
+    """Adds the depth to the `layer` of an attention for each before it in the layer, as K/V is numbered."""
     before = Counter[int]()
     for node in nodes_of(model.graph, OP_ATTENTION, DOMAIN):
         layer = node.attributes["layer"].as_int()

@@ -40,7 +40,7 @@ def from_tokens(graph: ir.Graph, value: ir.Value | None) -> bool:
 
 
 def known_shape(graph: ir.Graph, node: ir.Node, length: int) -> list[int] | None:
-    """Returns what a `Shape` gives for one sequence of `length` tokens; None if their number does not tell it."""
+    """Returns what a `Shape` gives for one sequence of `length` tokens; None if it depends on more."""
     if node.op_type != "Shape" or required(node.inputs[0]).shape is None:
         return None
     shape = dims(required(node.inputs[0]))[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
