@@ -4,7 +4,7 @@ from functools import partial
 
 import transformers as tf
 from further_families import ENCODER, MIXED, PARTIAL, PLAIN, SHARED, SMALL_EXPERTS, TRANSLATION, WIDE, row
-from tiny_configs import CONTEXT, EXPERTS, LATENT, LLAMA3, WINDOW, Family, rope
+from tiny_configs import CONTEXT, EXPERTS, LATENT, LLAMA3, VISION, WINDOW, Family, rope
 
 rare = partial(row, costly=True)
 
@@ -105,6 +105,12 @@ RARE: dict[str, Family] = {
     ),
     "gemma4_unified (text)": rare(
         tf.Gemma4UnifiedTextConfig, WIDE, "sliding window", "per-layer types", "q/k norms", **SLIDING
+    ),
+    "git": row(
+        tf.GitConfig,
+        {**PLAIN, "vision_config": VISION},
+        *("learned positions", "norms after", "no final norm", "biased head"),
+        note="its text decoder, without images",
     ),
     "glm": rare(tf.GlmConfig, WIDE, "partial rotary", "interleaved rotary", "biases", **PARTIAL),
     "glm4_moe_lite": rare(tf.Glm4MoeLiteConfig, LATENT_EXPERTS, "latent attention", "experts", "shared experts"),

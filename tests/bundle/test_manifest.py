@@ -199,6 +199,7 @@ def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, net
         (("model", "eos_token_ids"), 0, "field 'model.eos_token_ids' must be a list"),
         (("model", "eos_token_ids"), [-1], "field 'model.eos_token_ids' holds a negative"),
         (("model", "kv_shapes"), [[1, 8]], "field 'model.kv_shapes' must have one entry per layer"),
+        (("model", "kv_shapes"), [[1, 8]] * 4, "field 'model.kv_shapes' must have one entry per layer, or as many for"),
         (("model", "kv_shapes", 1), [1, 8, 2], "field 'model.kv_shapes.1' must be a list of 2"),
         (("model", "kv_shapes", 1), [1, 0], "field 'model.kv_shapes' holds a size below 1"),
         (("model", "kv_layers"), [], "field 'model.kv_layers' must have one entry per layer"),

@@ -185,6 +185,16 @@ def test_layers_that_share_keys_hold_and_copy_them_once() -> None:
     assert (last.held, last.copied, last.read) == (0, 8192, 8192)
 
 
+def test_every_attention_of_a_layer_has_its_keys() -> None:
+    model = replace(make_manifest().model, kv_shapes=((1, 8),) * 3 + ((0, 0), (2, 8), (1, 8)), kv_layers=None)
+    manifest = tiny_manifest(model=model)
+    assert model.kv_read(range(1, 3)) == [1, 2, 4, 5]
+    assert manifest.kv_token_bytes == 2 * 4 * 8 * (1 + 1 + 1 + 2 + 1)
+    first, second = (kv_buffers(manifest, range(layer, layer + 1), 256, True) for layer in range(2))
+    assert (first.held, first.copied, first.read) == (8192, 8192, 8192)
+    assert (second.held, second.copied, second.read) == (3 * 8192, 3 * 8192, 3 * 8192)
+
+
 def test_inspect_says_what_is_held_copied_and_read(tmp_path: Path) -> None:
     shown = render(describe(tiny(tmp_path)))
     assert (

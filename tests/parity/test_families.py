@@ -102,10 +102,10 @@ def test_a_further_family_is_equal_too(family: str, tmp_path: Path) -> None:
         check_drafts(engine, source, rejecting=family in REJECTING)
 
 
-# Windows and softcaps, shared K/V, learned and counted positions, ALiBi, sinks, experts, joined attentions, numbers of
-# keys, layers that run several times: what a batch could mix up. And a final norm that is not one operator.
+# Windows and softcaps, shared K/V, learned and counted positions, ALiBi, sinks, experts, joined and several attentions,
+# numbers of keys, layers that run several times: what a batch could mix up. And a final norm that is not one operator.
 BATCHED = ("gemma2", "gemma4 (text)", "gpt2", "mpt", "gpt_oss", "mixtral", "dbrx", "llama4 (text)", "opt (350m)")
-BATCHED += ("diffllama", "doge", "hrm_text")
+BATCHED += ("diffllama", "doge", "hrm_text", "longcat_flash", "git")
 
 
 def check_batch(family: str, engine, thresholds: list[float], modes: int = 2) -> None:

@@ -98,6 +98,7 @@ IN_THE_SHAPES = {
     "several hidden states of a token",
     "text model inside ForConditionalGeneration",
     "mixture of attention heads",
+    "several attentions in a layer",
     "gated attention",
     "heads by layer",
     *(feature for row in HYBRID.values() for feature in row.features if feature not in OFF),
@@ -133,7 +134,7 @@ def test_every_feature_of_the_list_is_shown_to_matter() -> None:
 )
 def test_masks_are_read_from_the_model(family: str, expected: list[Mask]) -> None:
     source = build(family)
-    assert list(layer_masks(source.model, source.num_layers)) == expected
+    assert list(layer_masks(source.model, source.structure.layers)) == expected
     assert source.model.config._attn_implementation == "eager"
 
 
@@ -157,7 +158,17 @@ def test_a_mask_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     source = build("llama")
     monkeypatch.setattr(masking_utils, "causal_mask_function", masking_utils.bidirectional_mask_function)
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM masks attention in a way"):
-        layer_masks(source.model, source.num_layers)
+        layer_masks(source.model, source.structure.layers)
+
+
+def test_masks_of_a_layers_attentions_that_differ_are_refused() -> None:
+    source = build("longcat_flash")
+    assert list(layer_masks(source.model, source.structure.layers)) == [Mask("causal")] * source.num_layers
+    second = source.structure.layers[1].self_attn[1]
+    attend = second.forward
+    second.forward = lambda *args, **kwargs: attend(*args, **{**kwargs, "attention_mask": Mask("window", WINDOW)})
+    with pytest.raises(UnsupportedModelError, match=r"LongcatFlashForCausalLM attends with several masks in layer 1"):
+        layer_masks(source.model, source.structure.layers)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, lens_at_first, pieces_of
 
 from tide_export.bundle.manifest import PROPAGATE
+from tide_export.errors import UnsupportedModelError
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.stepping import StepResult
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -62,6 +63,12 @@ def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, traces, tmp_p
     frozen = oracle(source, routers, ids, mixed, propagate_from=len(PROMPTS[2]))
     difference = (exact.logits - frozen.logits)[len(PROMPTS[2]) :].abs().max()
     assert (difference > 1e-3) == any(layer > CHECKPOINTS[0] for layer in engine.manifest.model.kv_read(range(LAYERS)))
+
+
+def test_keys_that_need_an_attention_before_them_are_refused() -> None:
+    source = build("longcat_flash")
+    with pytest.raises(UnsupportedModelError, match=r"values of layer \d need more than the hidden states before it"):
+        pieces_of(source, CHECKPOINTS, every_layer=True)
 
 
 def check_batch(engine, source, routers, thresholds: Sequence[float]) -> None:

@@ -148,3 +148,11 @@ def test_a_model_that_keeps_its_keys_to_itself_has_no_reference(bundle: Path) ->
     message = "does not give its keys and values to transformers' cache"
     with pytest.raises(UnsupportedModelError, match=message), rounded_kv(source, manifest):
         model(torch.tensor([[1, 2]]))
+
+
+def test_latent_keys_and_values_have_no_reference(bundle: Path) -> None:
+    source, manifest = build("deepseek_v3"), open_bundle(bundle).manifest
+    manifest = replace(manifest, model=replace(manifest.model, kv_shapes=((4, 24),) * LAYERS))
+    message = "does not give its keys and values to transformers' cache"
+    with pytest.raises(UnsupportedModelError, match=message), rounded_kv(source, manifest):
+        source.model(torch.tensor([[1, 2]]))

@@ -130,7 +130,7 @@ def toy(positions: str = "none", attention: str = "spelled out") -> SourceModel:
 def test_it_is_exported_and_equal(positions: str, attention: str, tmp_path: Path) -> None:
     source = toy(positions, attention)
     assert ToyForCausalLM._can_set_attn_implementation(), "transformers takes it for a model of its interface"
-    assert layer_masks(source.model, 2) is None
+    assert layer_masks(source.model, source.structure.layers) is None
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=0, shortlist=8)
     engine = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, CHECKPOINTS), batch=True)
     full = check_full(engine, source, PROMPTS, 8)

@@ -50,10 +50,31 @@ class Looping(nn.Module):
         return result
 
 
+class SomeIdle(nn.Module):
+    """Experts of which the last compute nothing; only the others have matrices."""
+
+    def __init__(self, busy: int = 3):
+        super().__init__()
+        self.busy, self.matrices = busy, nn.Parameter(torch.randn(busy, WIDTH, WIDTH))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden_states)
+        mask = functional.one_hot(top_k_index, num_classes=EXPERTS).permute(2, 1, 0)
+        for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero(as_tuple=False):
+            expert = int(number.item())
+            slot, token = torch.where(mask[expert].squeeze(0))
+            if token.numel() == 0:
+                continue
+            states = hidden_states[token]
+            states = states * 2 if expert >= self.busy else functional.linear(states, self.matrices[expert])
+            result.index_add_(0, token, states * top_k_weights[token, slot, None])
+        return result
+
+
 class Routed(nn.Module):
     """Chooses by the hidden states' own values."""
 
-    def __init__(self, experts: Looping):
+    def __init__(self, experts: nn.Module):
         super().__init__()
         self.experts = experts
 
@@ -63,7 +84,7 @@ class Routed(nn.Module):
         return self.experts(tokens, index, weights).view_as(hidden_states)
 
 
-def traced(experts: Looping) -> tuple[Routed, torch.Tensor, ir.Model]:
+def traced(experts: nn.Module) -> tuple[Routed, torch.Tensor, ir.Model]:
     """The module, a sample of its input, and its trace as the tracer makes it."""
     torch.manual_seed(0)
     module, sample = Routed(experts), torch.randn(2, 3, WIDTH)
@@ -76,6 +97,18 @@ def test_it_computes_what_the_loop_does(multiply: str) -> None:
     module, sample, model = traced(Looping(MULTIPLIES[multiply]))
     assert len(nodes_of(model.graph, OP_EXPERT_MATMUL, DOMAIN)) == 1
     assert "forward" not in vars(module.experts)
+    check_equal(module, sample, model)
+
+
+@pytest.mark.parametrize("busy", [1, 3])
+def test_experts_that_compute_nothing_are_left_out_of_the_products(busy: int) -> None:
+    module, sample, model = traced(SomeIdle(busy))
+    (product,) = nodes_of(model.graph, OP_EXPERT_MATMUL, DOMAIN)
+    assert product.attributes["num_experts"].as_int() == busy
+    check_equal(module, sample, model)
+
+
+def check_equal(module: Routed, sample: torch.Tensor, model: ir.Model) -> None:
     ExpertMatMulPass()(model)
     session = ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString())
     for states in (sample, torch.randn(3, 5, WIDTH)):

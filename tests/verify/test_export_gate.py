@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_lost_window_is_found_beyond_the_window(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracer, "layer_masks", lambda model, depth: (None,) * depth)
+    monkeypatch.setattr(tracer, "layer_masks", lambda model, layers: (None,) * len(layers))
     config = TideConfig(checkpoints=(1,), min_layers=1)
     model, routers = folder / "model", folder / "routers.safetensors"
     pipeline.export(str(model), tmp_path / "out", routers=routers, config=config, validate=False)

@@ -37,13 +37,14 @@ def is_fused(manifest: Manifest, k: int, attentions: int | None = None) -> bool:
     The builder's report tells it; without engines, it is assumed of all precisions but float32.
 
     Args:
-        attentions: number of attention operators of the segment's network; None: one per layer.
+        attentions: number of attention operators of the segment's network; None: one per attention.
     """
-    info, engines, layers = manifest.networks, manifest.engines, manifest.segment_sizes[k]
+    info, engines, sizes = manifest.networks, manifest.engines, manifest.segment_sizes
     assert info is not None
+    expected = len(manifest.model.attentions(range(sum(sizes[:k]), sum(sizes[: k + 1]))))
     if engines is not None and engines.built is not None:
-        return engines.built[segment_name(k)].fused_attention_layers == layers
-    return info.weights != "fp32" and attentions in (None, layers)
+        return engines.built[segment_name(k)].fused_attention_layers == expected
+    return info.weights != "fp32" and attentions in (None, expected)
 
 
 def kv_buffers(manifest: Manifest, layers: range, context: int, fused: bool) -> KvBuffers:
@@ -58,10 +59,11 @@ def kv_buffers(manifest: Manifest, layers: range, context: int, fused: bool) -> 
     assert info is not None
     item = 4 if info.weights == "fp32" else 2
 
-    def size(which: list[int] | range, rows: int) -> int:
-        return 2 * sum(shapes[layer][0] * shapes[layer][1] for layer in which) * item * rows
+    def size(which: list[int], rows: int) -> int:
+        return 2 * sum(shapes[i][0] * shapes[i][1] for i in which) * item * rows
 
-    sources = manifest.model.kv_read(layers)  # fewer than layers where several read the same K/V
+    sources = manifest.model.kv_read(layers)  # fewer than attentions where several read the same K/V
     rows = min(info.capacity, -(-context // BLOCK_ROWS) * BLOCK_ROWS) if fused else info.capacity
-    stored = [layer for layer in sources if layer in layers]
-    return KvBuffers(size(stored, info.capacity), size(sources, info.capacity), size(layers, rows))
+    attentions = manifest.model.attentions(layers)
+    stored = [i for i in sources if i in attentions]
+    return KvBuffers(size(stored, info.capacity), size(sources, info.capacity), size(attentions, rows))

@@ -55,8 +55,10 @@ class ModelInfo:
     vocab_size: int
     context_length: int | None  # tokens; None: the model sets no limit
     eos_token_ids: tuple[int, ...]
-    kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim) of the K/V it reads; (0, 0): none
-    kv_layers: tuple[int, ...] | None = None  # per layer, the layer whose K/V it reads; None: each its own
+    # Of every layer's first attention, then of every layer's second, and so on: (kv_heads, head_dim) of the K/V it
+    # reads; (0, 0): there is none.
+    kv_shapes: tuple[tuple[int, int], ...]
+    kv_layers: tuple[int, ...] | None = None  # of each of these, the one whose K/V it reads; None: each its own
     states: tuple[StateInfo, ...] | None = None  # of layers, in their order; None, and then not written: there are none
     lora: LoraInfo | None = None  # None, and then not written: there is no room for adapters
 
@@ -65,10 +67,13 @@ class ModelInfo:
         """The bytes of a sequence's recurrent states, including the copies for rewinding."""
         return sum(FLOAT_BYTES * prod(state.shape) for state in self.states or ())
 
+    def attentions(self, layers: range) -> list[int]:
+        """Returns the attentions of `layers`, ascending, as `kv_shapes` numbers them."""
+        return [i for i, shape in enumerate(self.kv_shapes) if i % self.num_layers in layers and shape != (0, 0)]
+
     def kv_read(self, layers: range) -> list[int]:
-        """Returns the layers whose K/V `layers` read, ascending, including earlier layers they share with."""
-        sources = range(self.num_layers) if self.kv_layers is None else self.kv_layers
-        return sorted({sources[layer] for layer in layers if self.kv_shapes[layer] != (0, 0)})
+        """Returns the attentions whose K/V `layers` read, ascending, including those of earlier layers."""
+        return sorted({i if self.kv_layers is None else self.kv_layers[i] for i in self.attentions(layers)})
 
 
 def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> None:
@@ -77,11 +82,13 @@ def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> 
         require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
     require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
     require(all(i >= 0 for i in model.eos_token_ids), "model.eos_token_ids", "holds a negative token id")
-    require(len(model.kv_shapes) == model.num_layers, "model.kv_shapes", "must have one entry per layer")
+    count = len(model.kv_shapes)
+    whole = count > 0 and count % model.num_layers == 0
+    require(whole, "model.kv_shapes", "must have one entry per layer, or as many for each")
     holds_kv = all((h >= 1 and d >= 1) or h == d == 0 for h, d in model.kv_shapes)
     require(holds_kv, "model.kv_shapes", "holds a size below 1, and not 0 for both")
-    sources = tuple(range(model.num_layers)) if model.kv_layers is None else model.kv_layers
-    require(len(sources) == model.num_layers, "model.kv_layers", "must have one entry per layer")
+    sources = tuple(range(count)) if model.kv_layers is None else model.kv_layers
+    require(len(sources) == count, "model.kv_layers", "must have one entry per layer, or as many as kv_shapes")
     require(
         all(0 <= source <= layer and sources[source] == source for layer, source in enumerate(sources)),
         "model.kv_layers",

@@ -129,7 +129,7 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
             heads, head_dim = manifest.model.kv_shapes[source]
             for kind in ("key", "value"):
                 inputs[names.past(source, kind)] = Tensor(state, (BATCH, heads, info.capacity, head_dim))
-                if source >= layer:
+                if source % manifest.model.num_layers >= layer:
                     outputs[names.present(source, kind)] = inputs[names.past(source, kind)]
         layer += size
         networks[segment_name(k)] = NetworkSpec(segment_name(k), inputs, outputs)

@@ -1,4 +1,4 @@
-"""Returns freed memory to the system, where the C library is glibc, which would keep most of it in its heap."""
+"""Returns freed memory to the system, of which glibc would keep most in its heap."""
 
 import ctypes
 

@@ -49,10 +49,11 @@ class Pieces:
             states [B, S, D]. After these come the hidden states of `taps_in`.
         final_norm: hidden states [B, S, D] -> normalized states [B, S, D'] (final norm, projection).
         head: normalized states [B, S, D'] -> logits [B, S, V].
-        kv_shapes: (kv_heads, head_dim) of the keys and values that every layer reads; (0, 0) where it reads none.
-        kv_layers: the layer whose keys and values every layer reads: its own, or those of an earlier layer.
-        keys_values: if the trace has a marker before every layer, for each layer with K/V of its own states [B, S, W],
-            position_ids [B, S] -> key, value [B, kv_heads, S, head_dim] as its attention reads them; else empty.
+        kv_shapes: (kv_heads, head_dim) of the keys and values that every attention reads; (0, 0) where there is none.
+            The first attentions of all layers come first, then the second ones, and so on.
+        kv_layers: the attention whose keys and values every attention reads: itself, or an earlier one.
+        keys_values: if the trace has a marker before every layer, for each attention with K/V of its own states
+            [B, S, W], position_ids [B, S] -> key, value [B, kv_heads, S, head_dim] as it reads them; else empty.
         taps: layers run after which segments give hidden states [B, S, D] too, for a draft head; ascending.
         states: recurrent states of layers, by layer.
         lora: the room for low-rank adapters; None: there is none.
@@ -81,17 +82,18 @@ class Pieces:
         return static_dim(self.segments[0].outputs[0], -1)
 
     def kv_read(self, k: int) -> list[int]:
-        """Layers whose K/V cache segment k reads, ascending: its own, and earlier ones that its layers share."""
-        layers = range(self.boundaries[k], self.boundaries[k + 1])
-        return sorted({self.kv_layers[layer] for layer in layers if self.kv_shapes[layer] != NO_KV})
+        """Attentions whose K/V cache segment k reads, ascending: its own and those of earlier layers."""
+        depth, layers = self.boundaries[-1], range(self.boundaries[k], self.boundaries[k + 1])
+        shapes = enumerate(self.kv_shapes)
+        return sorted({self.kv_layers[i] for i, shape in shapes if i % depth in layers and shape != NO_KV})
 
     def kv_written(self, k: int) -> list[int]:
-        """Layers of segment k with K/V of their own, ascending."""
-        return [layer for layer in self.kv_read(k) if layer >= self.boundaries[k]]
+        """Attentions of segment k with K/V of their own, ascending."""
+        return [i for i in self.kv_read(k) if i % self.boundaries[-1] >= self.boundaries[k]]
 
     @property
     def kv_caches(self) -> list[int]:
-        """Layers with K/V of their own, ascending."""
+        """Attentions with K/V of their own, segment by segment."""
         return [layer for k in range(len(self.segments)) for layer in self.kv_written(k)]
 
     def states_in(self, k: int) -> list[StateInfo]:
@@ -159,7 +161,8 @@ def is_attention(node: ir.Node) -> bool:
     return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION)
 
 
-def layer_of(node: ir.Node) -> int:
+def number_of(node: ir.Node) -> int:
+    """Returns an attention's number: its layer, plus the depth for each attention before it in the layer."""
     return node.attributes["layer"].as_int()
 
 
@@ -178,7 +181,7 @@ def sinks_and_bias(attention: ir.Node) -> list[ir.Value | None]:
 
 def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     graph, bounds = traced.model.graph, traced.boundaries
-    attention = {layer_of(node): node for node in graph if is_attention(node)}
+    attention = {number_of(node): node for node in graph if is_attention(node)}
     for _, table in map(sinks_and_bias, attention.values()):
         if table is not None and static_dim(table, 1) < max_length:
             raise GraphError(f"the trace holds attention biases for {static_dim(table, 1)} tokens, not {max_length}")
@@ -206,11 +209,12 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         return required(traced.marker(layer).inputs[0])
 
     depth, states = bounds[-1], [node for node in graph if keeps_state(node)]
-    own = {layer: layer for layer in range(depth)}
+    own = {i: i for i in range(-(-(max(attention, default=0) + 1) // depth) * depth)}
     kv_layers = tuple((own | {i: node.attributes.get_int(KV_LAYER, i) for i, node in attention.items()}).values())
     keys_values: dict[int, ir.Graph] = {}
     if propagating:
-        keys_values = {layer: _keys_and_values(graph, after(layer), attention[layer]) for layer in set(kv_layers)}
+        caches = set(kv_layers) & attention.keys()
+        keys_values = {i: _keys_and_values(graph, after(i % depth), attention[i], i % depth) for i in caches}
     tapped = {layer: list(uncarried(traced.marker(layer)).values())[:2][-1] for layer in taps}
     if traced.every_layer:
         _remove_inner_markers(traced)
@@ -220,8 +224,9 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         outputs = [before(stop), *(tapped[layer] for layer in _between(taps, start, stop))]
         piece = irc.extract(graph, [after(start), positions, token_ids], outputs)
         _shapes_from_hidden_states(piece)
-        layers = [layer_of(node) for node in piece if is_attention(node) or keeps_state(node)]
-        expected = [layer_of(node) for node in (*attention.values(), *states) if start <= layer_of(node) < stop]
+        layers = [number_of(node) % depth for node in piece if is_attention(node) or keeps_state(node)]
+        every = [number_of(node) % depth for node in (*attention.values(), *states)]
+        expected = [layer for layer in every if start <= layer < stop]
         if sorted(layers) != sorted(expected):
             raise UnsupportedModelError(
                 f"the segment of layers {start}..{stop - 1} also needs values computed elsewhere in the model "
@@ -236,9 +241,9 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
             f"the final norm or head reads more than the last layer's hidden states: {error}"
         ) from error
     embed = irc.extract(graph, [token_ids, positions], [before(0)])
-    kv_shapes = [NO_KV] * depth
-    for layer, node in attention.items():
-        kv_shapes[layer] = (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int())
+    kv_shapes = [NO_KV] * len(own)
+    for i, node in attention.items():
+        kv_shapes[i] = (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int())
     return Pieces(
         bounds,
         embed,
@@ -258,16 +263,18 @@ def _between(taps: Sequence[int], start: int, stop: int) -> list[int]:
     return [layer for layer in taps if start < layer <= stop]
 
 
-def _keys_and_values(graph: ir.Graph, hidden: ir.Value, attention: ir.Node) -> ir.Graph:
+def _keys_and_values(graph: ir.Graph, hidden: ir.Value, attention: ir.Node, layer: int) -> ir.Graph:
     """The piece from the states before a layer to the key and value its attention reads."""
     token_ids, positions = graph.inputs
     try:
         piece = irc.extract(graph, [hidden, positions, token_ids], list(map(required, attention.inputs[1:3])))
-    except ValueError as error:
+    except ValueError:
+        piece = None
+    if piece is None or any(map(is_attention, piece)):
         raise UnsupportedModelError(
-            f"the keys and values of layer {layer_of(attention)} need more than the hidden states before it, so "
+            f"the keys and values of layer {layer} need more than the hidden states before it, so "
             "they cannot be propagated past skipped layers"
-        ) from error
+        )
     _shapes_from_hidden_states(piece)
     return piece
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from tide_export.compose.cut import Pieces, attention_inputs, is_attention, layer_of
+from tide_export.compose.cut import Pieces, attention_inputs, is_attention, number_of
 from tide_export.compose.passes.shared_keys import KV_LAYER
 from tide_export.graph.builder import GraphBuilder
 from tide_export.graph.rewriting import FLOAT, typed_value
@@ -31,7 +31,7 @@ def attend_from_cache(nodes: Sequence[ir.Node], cache: Cache, positions: Sequenc
     """
     written: Cache = {}
     for node in filter(is_attention, nodes):
-        layer = node.attributes.get_int(KV_LAYER, layer_of(node))
+        layer = node.attributes.get_int(KV_LAYER, number_of(node))
         cached = [written.get((layer, kind), cache[layer, kind]) for kind in KINDS]
         query, key, value, sinks, bias, distance_bias = attention_inputs(node)
         inputs = [query, key, value, *cached, *positions, sinks, bias]
@@ -66,7 +66,7 @@ def store_from(
     """
     key, value = builder.inline(pieces.keys_values[layer], states, 1, tokens)
     nodes = (node for piece in pieces.segments for node in piece if is_attention(node))
-    attributes = next(node.attributes for node in nodes if layer_of(node) == layer)
+    attributes = next(node.attributes for node in nodes if number_of(node) == layer)
     cached = [cache[layer, kind] for kind in KINDS]
     _, *written = builder.ops(
         OP_ATTENTION,

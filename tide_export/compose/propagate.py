@@ -30,7 +30,7 @@ def compose_propagating(pieces: Pieces, routers: RouterWeights, lenses: LensWeig
         GraphError: as `compose`; or the pieces lack the layers' keys and values.
     """
     check_routers(pieces, routers, lenses)
-    if set(pieces.keys_values) != set(pieces.kv_layers):
+    if set(pieces.keys_values) != set(pieces.kv_caches):
         raise GraphError("to propagate keys and values the model must be traced with markers before every layer")
     return _Propagating(pieces, routers, lenses or {}).compose()
 

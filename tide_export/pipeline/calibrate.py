@@ -56,7 +56,7 @@ def calibrate(
     with stage("loading the model"):
         source = load_model(model, device_map=device_map, trust_remote_code=trust_remote_code)
     refuse_unknown_state(source)
-    layer_masks(source.model, source.num_layers)
+    layer_masks(source.model, source.structure.layers)
     planned_checkpoints(config, source.num_layers)
     tokenizer = load_tokenizer(model, trust_remote_code)
     made = calibration.calibrate(source, tokenizer, config, None if cache is None else Path(cache))

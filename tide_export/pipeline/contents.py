@@ -147,7 +147,7 @@ def make_manifest(
     Args:
         half: the argument of `lower_for_onnxruntime`.
     """
-    shares = pieces.kv_layers != tuple(range(source.num_layers))
+    shares = pieces.kv_layers != tuple(range(len(pieces.kv_layers)))
     return Manifest(
         model=ModelInfo(
             name=source.name,

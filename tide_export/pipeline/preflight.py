@@ -94,7 +94,8 @@ def context_length(source: SourceModel, max_length: int | None) -> int:
     limit, why = source.context_length, "the model's context"
     if limit is not None and limit == source.longrope_length:
         why = "longer ones would change the rotary angles of tokens already cached (longrope)"
-    blocks = [mask.size for mask in layer_masks(source.model, source.num_layers) or () if mask and mask.kind == "chunk"]
+    masks = layer_masks(source.model, source.structure.layers) or ()
+    blocks = [mask.size for mask in masks if mask and mask.kind == "chunk"]
     if blocks and (limit is None or min(blocks) < limit):
         limit, why = min(blocks), "layers attend in blocks of that many tokens"
     chosen = max_keys(source.model)

@@ -11,12 +11,16 @@ Experts that do not use transformers' interface (DBRX) are a loop whose length d
 While a model is traced, `top_k_index` is a `_Choice`, of which the same code makes one iteration for all rows (a row is
 a token and one of its experts): `token` and `slot` are those of every row, and `weights[expert]` the weights of each
 row's expert, a product with which is `tide::TideExpertMatMul`. Any other use of the choice raises an error.
+
+Where the code asks whether the expert's number is at least some bound (LongCat-Flash, whose last experts compute
+nothing), it makes two iterations for all rows, with the two answers. Rows of the other answer then weigh 0.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import onnx_ir as ir
@@ -34,7 +38,7 @@ def single_iterations(model: nn.Module) -> Iterator[None]:
     """Makes every loop of `model` over chosen experts run once and emit symbolic products, while open."""
     looping = [module for module in model.modules() if _loops(module)]
     for module in looping:
-        module.forward = _once(module.forward)
+        module.forward = _once(module)
     try:
         yield
     finally:
@@ -64,9 +68,13 @@ def _loops(module: nn.Module) -> bool:
     )
 
 
-def _once(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _once(module: nn.Module) -> Callable[..., Tensor]:
+    forward = inspect.unwrap(type(module).forward)
+    names = {**forward.__globals__, "int": lambda number: number if isinstance(number, _Choice) else int(number)}
+    looping = FunctionType(forward.__code__, names, closure=forward.__closure__)
+
     def run(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return forward(hidden_states, _Choice(top_k_index), top_k_weights)
+        return looping(module, hidden_states, _Choice(top_k_index), top_k_weights)
 
     return run
 
@@ -81,9 +89,30 @@ class _Stand:
 
 @dataclass(eq=False)
 class _Choice(_Stand):
-    """Stands for the experts of every token [T, k], for the mask that is made of them, and for an expert."""
+    """Stands for the experts of every token [T, k], for the mask that is made of them, and for an expert.
+
+    Attributes:
+        bound: the least number of an expert of another kind; None: there is one kind.
+        beyond: whether it stands for the experts from `bound` on.
+    """
 
     index: Tensor
+    bound: int | None = None
+    beyond: bool = False
+
+    @property
+    def expert(self) -> Tensor:
+        """The expert of each row, [R]; of a row that is not meant, any that is of the kind."""
+        rows = self.index.reshape(-1)
+        return rows if self.bound is None else rows.clamp(max=self.bound - 1)
+
+    def of_rows(self, weights: Tensor) -> Tensor:
+        """Returns the weight of every row's expert, [R, 1], of weights [T, k]."""
+        weights = weights.reshape(-1, 1)
+        if self.bound is None:
+            return weights
+        meant = (self.index.reshape(-1, 1) >= self.bound) == self.beyond
+        return torch.where(meant, weights, 0.0)
 
     def permute(self, *axes: int) -> "_Choice":
         if axes != (2, 1, 0):
@@ -93,18 +122,41 @@ class _Choice(_Stand):
     def sum(self, dim: tuple[int, ...]) -> "_Choice":
         return self
 
-    def nonzero(self) -> "list[_Choice]":
-        return [self]
+    def nonzero(self, as_tuple: bool = False) -> "Iterator[_Choice]":
+        yield self
+        if self.bound is not None:
+            yield _Choice(self.index, self.bound, beyond=True)
 
-    def __getitem__(self, _: object) -> "_Choice":
+    def numel(self) -> int:
+        return 1  # some
+
+    def item(self) -> "_Choice":
         return self
+
+    def squeeze(self, _: int) -> "_Choice":
+        return self
+
+    def __ge__(self, bound: int) -> bool:
+        self.bound = bound
+        return self.beyond
+
+    def __getitem__(self, key: object) -> "_Choice":
+        return key if isinstance(key, _Choice) else self
 
 
 @dataclass(eq=False)
 class _Rows(_Stand):
-    """Stands for the token of every row, or which of its token's `chosen` experts it has."""
+    """Stands for the token of every row, or which of its token's experts it has."""
 
-    chosen: int
+    choice: _Choice
+
+    @property
+    def chosen(self) -> int:
+        """The number of a token's experts."""
+        return self.choice.index.shape[-1]
+
+    def numel(self) -> int:
+        return 1  # some
 
 
 @dataclass(eq=False)
@@ -112,35 +164,35 @@ class _Weights(_Stand):
     """Stands for the weights of each row's expert.
 
     Attributes:
-        expert: of each row, [R].
+        choice: the experts of all rows.
         stored: weights of all experts, [E, K, N], or [E, N, K] where `transposed`.
     """
 
-    expert: Tensor
+    choice: _Choice
     stored: Tensor
     transposed: bool = False
 
     @property
     def T(self) -> "_Weights":
-        return _Weights(self.expert, self.stored, not self.transposed)
+        return _Weights(self.choice, self.stored, not self.transposed)
 
 
 def _where(choice: _Choice) -> tuple[_Rows, _Rows]:
-    rows = _Rows(choice.index.shape[-1])
+    rows = _Rows(choice)
     return rows, rows
 
 
 def _read(tensor: Tensor, key: Any) -> Tensor | _Weights:
     if isinstance(key, _Choice):  # weights or biases of all experts
-        expert = key.index.reshape(-1)
-        return _Weights(expert, tensor) if tensor.dim() == 3 else tensor[expert]
+        return _Weights(key, tensor) if tensor.dim() == 3 else tensor[key.expert]
     if isinstance(key, _Rows):  # hidden states [T, D]
         return tensor[:, None].expand(-1, key.chosen, -1).reshape(-1, tensor.shape[-1])
-    return tensor.reshape(-1, 1)  # the weight of every row's expert [T, k]
+    return key[0].choice.of_rows(tensor)
 
 
 def _product(rows: Tensor, weights: _Weights) -> Tensor:
-    return expert_product(rows, weights.expert, weights.stored, not weights.transposed)
+    choice = weights.choice
+    return expert_product(rows, choice.expert, weights.stored, not weights.transposed, count=choice.bound)
 
 
 def _add_rows(result: Tensor, _: int, rows: _Rows, states: Tensor) -> Tensor:

@@ -55,16 +55,22 @@ def symbolic_experts(model: PreTrainedModel, quantized: Collection[str] = ()) ->
 
 
 def expert_product(
-    rows: torch.Tensor, expert: torch.Tensor, weights: torch.Tensor, transposed: bool, quantized: str | None = None
+    rows: torch.Tensor,
+    expert: torch.Tensor,
+    weights: torch.Tensor,
+    transposed: bool,
+    quantized: str | None = None,
+    count: int | None = None,
 ) -> torch.Tensor:
     """Emits the product of rows [R, K] with the weights of each one's expert [R], -> [R, N].
 
     Args:
         weights: of all experts, [E, N, K], or [E, K, N] where `transposed`.
         quantized: their name, if they are quantized.
+        count: of the experts that compute, the first of those with weights; None: all.
     """
     width = int(weights.shape[-1 if transposed else -2])
-    attributes: dict[str, Any] = {"num_experts": int(weights.shape[0]), "transposed": int(transposed)}
+    attributes: dict[str, Any] = {"num_experts": count or int(weights.shape[0]), "transposed": int(transposed)}
     inputs = [rows, expert, weights]
     if quantized is not None:
         attributes |= {"weights": [quantized], "width": width}

@@ -5,9 +5,16 @@ from collections.abc import Callable
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from tide_export.model.source import SourceModel
+
 MAX_STATES = 8  # of one kind in a layer
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def cache_layers(source: SourceModel) -> int:
+    """Returns the layers of a cache for `source`, whose config may count attentions or more layers."""
+    return max(source.num_layers, getattr(source.text_config, "num_hidden_layers", None) or 0)
 
 
 def passthrough_cache(layers: int, change: Change = lambda states: states) -> Cache:

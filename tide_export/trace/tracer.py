@@ -11,6 +11,7 @@ import inspect
 import io
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from tide_export.trace.exporter.decompositions import minimal_decompositions
 from tide_export.trace.exporter.exact_constants import exact_constants
 from tide_export.trace.lora import symbolic_lora
 from tide_export.trace.offloaded_weights import placeholder_weights, read_when_written
-from tide_export.trace.passthrough_cache import passthrough_cache
+from tide_export.trace.passthrough_cache import cache_layers, passthrough_cache
 from tide_export.trace.quantized_linear import symbolic_quantized
 from tide_export.trace.recurrence import keeps_state, refuse_unknown_state, symbolic_recurrence
 from tide_export.trace.running_layer import running_layers
@@ -97,7 +98,7 @@ def trace(
     refuse_unknown_state(source)
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
-    masks = layer_masks(source.model, depth)
+    masks = layer_masks(source.model, source.structure.layers)
     with (
         placeholder_weights(source) as placeholders,
         symbolic_lora(source, lora_rank),
@@ -118,6 +119,7 @@ def trace(
         length = max_length or source.context_length or DEFAULT_LENGTH
         ExplicitAttentionPass(length, source.architecture)(model)
     JoinedAttentionPass()(model)
+    _number_attentions(model, depth)
     traced = TracedModel(model, boundaries, every_layer, source.architecture)
     _check(source, traced)
     return traced
@@ -153,8 +155,7 @@ class _TracedForward(nn.Module):
         super().__init__()
         self.model: PreTrainedModel = source.model
         self.first_position = source.structure.first_position
-        listed = getattr(source.text_config, "num_hidden_layers", None) or 0
-        self.cache_layers = max(source.num_layers, listed)  # some may not run on text
+        self.cache_layers = cache_layers(source)
         self.cached = cached
         self.use_cache = cached and not keeps_state(source)  # with it, some write states into their modules
         parameters = inspect.signature(source.model.forward).parameters.values()
@@ -253,20 +254,27 @@ def _mark(hidden: torch.Tensor, layer: int) -> torch.Tensor:
     return symbolic(OP_CHECKPOINT, [hidden], {"layer": layer}, hidden.shape)
 
 
+def _number_attentions(model: ir.Model, depth: int) -> None:
+    """Adds the depth to the `layer` of an attention for each before it in the layer, as K/V is numbered."""
+    before = Counter[int]()
+    for node in nodes_of(model.graph, OP_ATTENTION, DOMAIN):
+        layer = node.attributes["layer"].as_int()
+        node.attributes["layer"] = ir.AttrInt64("layer", layer + depth * before[layer])
+        before[layer] += 1
+
+
 def _check(source: SourceModel, traced: TracedModel) -> None:
-    """Checks that the trace holds every layer's attention or state, and every marker once, in order."""
+    """Checks that the trace holds every layer's attentions or state, and every marker once, in order."""
     attention, markers = (
         [node.attributes["layer"].as_int() for node in nodes_of(traced.model.graph, op_type, DOMAIN)]
         for op_type in (OP_ATTENTION, OP_CHECKPOINT)
     )
     depth = traced.boundaries[-1]
-    if _recurs(traced.model):
-        once = attention == sorted(set(attention))  # some layers keep a state instead, or neither
-    else:
-        refuse_ignored_attention(source.model, len(attention), depth)
-        once = attention == list(range(depth))
-    if not once:
-        raise TraceError(f"{source.architecture}: attention ops are traced for layers {attention}, not 0..{depth - 1}")
+    layers = [number % depth for number in attention]
+    if not _recurs(traced.model):  # of a model that does, some layers keep a state instead, or neither
+        refuse_ignored_attention(source.model, len(set(layers)), depth)
+    if layers != sorted(layers) or min(attention, default=0) < 0:
+        raise TraceError(f"{source.architecture}: attention ops are traced for layers {layers}, not 0..{depth - 1}")
     expected = [*(range(depth + 1) if traced.every_layer else traced.boundaries), traced.head_marker]
     if markers != expected:
         raise TraceError(f"{source.architecture}: the trace holds checkpoints {markers} instead of {expected}")

@@ -179,7 +179,7 @@ def make_row(families: ModuleType, name: str, folder: Path) -> Row:
         )
         refused = export_row(model, bundle, config, None if built.context_length else families.CONTEXT)
         engine, source, routers = load(bundle, threads=1), load_model(model), RouterSet.load(bundle / ROUTERS_FILE)
-        whole = len(engine.manifest.model.kv_shapes) == source.num_layers
+        whole = engine.manifest.model.num_layers == source.num_layers
         thresholds = dividing_thresholds(source, routers, PROMPTS[-1])
         checks = [
             check_full(engine, source, PROMPTS, NEW_TOKENS),

@@ -23,8 +23,9 @@ struct ModelInfo {
     std::int64_t heads = 0;
     std::int64_t head_dim = 0;
   };
-  std::vector<KvShape> kv_shapes;       // one per layer: of the K/V it reads; 0 heads: none
-  std::vector<std::int64_t> kv_layers;  // one per layer: the layer whose K/V it reads, itself or an earlier one
+  // Of every layer's first attention, then of every layer's second, and so on: the K/V it reads; 0 heads: there is none.
+  std::vector<KvShape> kv_shapes;
+  std::vector<std::int64_t> kv_layers;  // of each of these, the one whose K/V it reads: itself or an earlier one
   // A recurrent state of a layer, one per sequence.
   struct State {
     std::int64_t layer = 0;
@@ -52,7 +53,10 @@ struct ModelInfo {
   // Number of tokens of one run, and drafts before it, that the recurrent states can undo; without states, any number.
   std::int64_t undo() const;
 
-  // Layers whose K/V the layers first .. first + count - 1 read, ascending: themselves, and earlier ones that they share.
+  // The layer of an attention, as `kv_shapes` numbers them.
+  std::size_t layer_of(std::size_t attention) const { return attention % static_cast<std::size_t>(num_layers); }
+
+  // Attentions whose K/V the layers first .. first + count - 1 read, ascending: their own, and those of earlier layers.
   std::vector<std::size_t> kv_read(std::size_t first, std::size_t count) const;
 };
 

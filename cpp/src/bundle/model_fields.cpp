@@ -60,12 +60,14 @@ void check_model(ModelInfo const& model, Require const& require) {
   require(model.context_length.value_or(1) >= 1, "model.context_length", "must be 1 or more");
   require(all(model.eos_token_ids, [](auto id) { return id >= 0; }), "model.eos_token_ids",
           "holds a negative token id");
-  require(static_cast<std::int64_t>(model.kv_shapes.size()) == model.num_layers, "model.kv_shapes",
-          "must have one entry per layer");
+  auto const entries = static_cast<std::int64_t>(model.kv_shapes.size());
+  require(entries > 0 && entries % model.num_layers == 0, "model.kv_shapes",
+          "must have one entry per layer, or as many for each");
   require(all(model.kv_shapes, [](auto shape) {
             return (shape.heads >= 1 && shape.head_dim >= 1) || (shape.heads == 0 && shape.head_dim == 0);
           }), "model.kv_shapes", "holds a size below 1, and not 0 for both");
-  require(model.kv_layers.size() == model.kv_shapes.size(), "model.kv_layers", "must have one entry per layer");
+  require(model.kv_layers.size() == model.kv_shapes.size(), "model.kv_layers",
+          "must have one entry per layer, or as many as kv_shapes");
   for (std::size_t layer = 0; layer < model.kv_layers.size(); ++layer) {
     std::int64_t const source = model.kv_layers[layer];
     bool const earlier = 0 <= source && source <= static_cast<std::int64_t>(layer);
@@ -111,11 +113,13 @@ std::int64_t ModelInfo::undo() const {
 }
 
 std::vector<std::size_t> ModelInfo::kv_read(std::size_t first, std::size_t count) const {
-  std::set<std::size_t> layers;
-  for (std::size_t layer = first; layer < first + count; ++layer) {
-    if (kv_shapes[layer].heads > 0) layers.insert(static_cast<std::size_t>(kv_layers[layer]));
+  std::set<std::size_t> read;
+  for (std::size_t attention = 0; attention < kv_shapes.size(); ++attention) {
+    std::size_t const layer = layer_of(attention);
+    bool const among = first <= layer && layer < first + count;
+    if (among && kv_shapes[attention].heads > 0) read.insert(static_cast<std::size_t>(kv_layers[attention]));
   }
-  return {layers.begin(), layers.end()};
+  return {read.begin(), read.end()};
 }
 
 }  // namespace tide

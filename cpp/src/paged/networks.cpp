@@ -65,7 +65,8 @@ Layers layers_of(Manifest const& manifest, std::size_t k) {
 std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k) {
   Layers const layers = layers_of(manifest, k);
   std::vector<std::size_t> written = manifest.model.kv_read(layers.first, layers.count);
-  written.erase(written.begin(), std::lower_bound(written.begin(), written.end(), layers.first));
+  auto const of_earlier = [&](std::size_t attention) { return manifest.model.layer_of(attention) < layers.first; };
+  written.erase(std::remove_if(written.begin(), written.end(), of_earlier), written.end());
   return written;
 }
 

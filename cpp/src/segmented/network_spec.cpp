@@ -62,7 +62,7 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
     auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
     for (char const* kind : names::kKinds) {
       input(names::past(layer, kind), state, {kSequences, heads, info.capacity, head_dim});
-      if (layer < first_layer) continue;  // an earlier segment's
+      if (manifest.model.layer_of(layer) < first_layer) continue;  // an earlier segment's
       output(names::present(layer, kind), state, {kSequences, heads, info.capacity, head_dim});
     }
   }

@@ -129,7 +129,7 @@ def _runs(graph: ir.Graph) -> Iterator[_Run]:
 
 
 def _is_known(node: ir.Node) -> bool:
-    """Whether the operator and a function may hold the node, and it makes states of the tokens that it reads."""
+    """Whether the operator may hold the node, which makes states of the tokens that it reads."""
     keeps = node.domain == DOMAIN and node.op_type in (*OP_PAGED_ATTENTION.values(), *STATE_OPERATORS)
     made = node.outputs[:1] if keeps else [value for value in node.outputs if value.name]
     read = _states(_read(node))

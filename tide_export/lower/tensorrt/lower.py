@@ -18,7 +18,7 @@ from tide_export.bundle.engine_fields import FP8, NetworksInfo
 from tide_export.bundle.file_names import EMBEDDING_FILE, SEGMENTS_FOLDER, SEGMENTS_WEIGHTS_FILE, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import BATCH_SIZE, run_sizes, state_rows
-from tide_export.compose.cut import Pieces, check_positions, is_attention, layer_of, sinks_and_bias
+from tide_export.compose.cut import Pieces, check_positions, is_attention, number_of, sinks_and_bias
 from tide_export.compose.segments import compose_choices, compose_segments
 from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import UnsupportedModelError
@@ -201,8 +201,8 @@ def check_operators(pieces: Pieces) -> None:
     for node in (node for graph in pieces.segments for node in graph if is_attention(node)):
         if None not in sinks_and_bias(node):
             raise UnsupportedModelError(
-                f"the attention of layer {layer_of(node)} has sinks and a bias, which TensorRT does not take: "
-                "use target onnxruntime"
+                f"the attention of layer {number_of(node) % pieces.boundaries[-1]} has sinks and a bias, which "
+                "TensorRT does not take: use target onnxruntime"
             )
     bounds = pairwise(pieces.boundaries)
     parts = {f"layers {a} to {b - 1}": graph for (a, b), graph in zip(bounds, pieces.segments, strict=True)}

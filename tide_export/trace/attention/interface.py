@@ -96,7 +96,7 @@ def emitter(masks: Sequence[Mask | None]) -> Callable:
 
 
 def refuse_ignored_attention(model: PreTrainedModel, traced: int, layers: int) -> None:
-    """Checks that a trace holds as many attention ops as the model has layers.
+    """Checks that a trace holds attention ops of as many layers as the model has.
 
     Raises UnsupportedModelError.
     """
@@ -104,6 +104,6 @@ def refuse_ignored_attention(model: PreTrainedModel, traced: int, layers: int) -
         raise UnsupportedModelError(does_not_use_interface(model))
     if traced != layers:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: the trace holds {traced} attention ops for {layers} layers; "
-            "layers without attention, or with several that attend differently or one after another, cannot be exported"
+            f"{type(model).__name__}: the trace holds attention of {traced} of {layers} layers; "
+            "layers without attention cannot be exported"
         )

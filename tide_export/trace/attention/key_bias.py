@@ -32,11 +32,22 @@ def from_tokens(graph: ir.Graph, value: ir.Value | None) -> bool:
         node = item.producer() if item is not None else None
         if item is token_ids or (node is not None and node.domain == DOMAIN):
             return True
-        if node is None or node in reached or (node.op_type == "Shape" and node.inputs[0] is token_ids):
+        if node is None or node in reached or known_shape(graph, node, 1) is not None:
             continue
         reached.add(node)
         todo += node.inputs
     return False
+
+
+def known_shape(graph: ir.Graph, node: ir.Node, length: int) -> list[int] | None:
+    """Returns what a `Shape` gives for one sequence of `length` tokens; None if it depends on more."""
+    if node.op_type != "Shape" or required(node.inputs[0]).shape is None:
+        return None
+    shape = dims(required(node.inputs[0]))[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+    sizes = dict(zip(dims(graph.inputs[0]), (1, length), strict=True))
+    if any(not isinstance(dim, int) and dim not in sizes for dim in shape):
+        return None
+    return [dim if isinstance(dim, int) else sizes[dim] for dim in shape]
 
 
 def numbers_of_keys(graph: ir.Graph, value: ir.Value) -> ir.Value | None:

@@ -21,10 +21,13 @@ from tide_export.model.attention import attention_implementation
 from tide_export.model.structure import input_device
 from tide_export.trace.attention.distances import biases_by_distance
 from tide_export.trace.attention.indexed import ALL_KEYS, without_indexers
+from tide_export.trace.running_layer import RUNNING, running_layers
 
 IMPLEMENTATION = "tide_export_masks"
 
-UNKNOWN = -1  # the layer of a module that does not know it
+UNKNOWN = -1  # the layer of attention before the first
+
+ROUNDING = 0.01  # of the largest logit: in bfloat16, a token's experts are summed in the order of all tokens
 
 # Keyword arguments that change what attention computes and that no target lowers yet.
 _ADDITIONS = {
@@ -80,8 +83,8 @@ class _UnknownMask:
     """
 
 
-def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] | None:
-    """The mask of each of the model's `depth` layers, None where a layer attends without one.
+def layer_masks(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[Mask | None, ...] | None:
+    """The mask of each of the model's `layers`, None where a layer attends without one.
 
     Runs the model on two tokens with attention that computes nothing.
 
@@ -90,13 +93,14 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] |
         is matched in the trace instead.
 
     Raises:
-        UnsupportedModelError: a layer's mask has none of the forms above, layers attend several times, or the
-            architecture accepts no other attention than its default.
+        UnsupportedModelError: a layer's mask has none of the forms above, a layer attends with several, or tokens
+            attend to later ones.
     """
     if not model._can_set_attn_implementation():
+        _refuse_later_tokens(model)
         return None
     seen: dict[int, Mask | None] = {}
-    with _recording(model, seen), torch.no_grad():
+    with _recording(model, seen), running_layers(layers), torch.no_grad():
         ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
         try:
             model(input_ids=ids, use_cache=False)
@@ -108,16 +112,23 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] |
                     f"{type(model).__name__} computes with its attention masks between its layers, so it cannot be "
                     "exported"
                 ) from error
-    attentions = len(seen.keys() - {UNKNOWN})
-    if attentions > depth:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends {attentions} times in {depth} layers, and a bundle holds the keys and "
-            "values of one attention a layer, so it cannot be exported"
-        )
     # transformers decides by the names of classes whether a model uses the interface; this one never called it.
     if not seen or seen.get(UNKNOWN) not in (None, Mask("causal")):
+        _refuse_later_tokens(model)
         return None
-    return tuple(seen.get(layer) for layer in range(depth))
+    return tuple(seen.get(layer) for layer in range(len(layers)))
+
+
+def _refuse_later_tokens(model: PreTrainedModel) -> None:
+    """Checks that a token's logits stay the same, up to rounding, where the token after it is another.
+
+    Raises UnsupportedModelError.
+    """
+    texts = torch.tensor([[[1, 1]], [[1, 2]]], device=input_device(model))
+    with torch.no_grad():
+        one, other = (model(input_ids=ids, use_cache=False).logits[0, 0].float() for ids in texts)
+    if (one - other).abs().max() > ROUNDING * one.abs().max():
+        raise UnsupportedModelError(f"{type(model).__name__} attends to later tokens, so it cannot be exported")
 
 
 def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
@@ -171,8 +182,10 @@ def _recording(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator
             raise UnsupportedModelError(
                 f"{kind} attends to later tokens in {type(module).__name__}, so it cannot be exported"
             )
-        number = getattr(module, "layer_idx", None)
-        seen[UNKNOWN if number is None else int(number)] = attention_mask
+        running = RUNNING.get()
+        layer = UNKNOWN if running is None else running
+        if seen.setdefault(layer, attention_mask) != attention_mask:
+            raise UnsupportedModelError(f"{kind} attends with several masks in layer {layer}, so it cannot be exported")
         batch, heads, length, _ = query.shape
         return query.new_zeros(batch, length, heads, value.shape[-1]), None
 

@@ -18,8 +18,8 @@ import onnx_ir.convenience as irc
 from onnx.reference import ReferenceEvaluator
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.graph.rewriting import rank, required, static_dim
-from tide_export.trace.attention.key_bias import from_tokens, numbers_of_keys
+from tide_export.graph.rewriting import nodes_of, rank, required, static_dim
+from tide_export.trace.attention.key_bias import from_tokens, known_shape, numbers_of_keys
 
 MAX_LENGTH = 8192  # tokens that a mask is evaluated for; it has a cell for each pair of them
 HIDES = -1e8  # an addend below this hides the key; no bias comes near it
@@ -119,6 +119,8 @@ class ScoreReader:
         self.length = length
         self.kind = kind
         self._known: dict[ir.Value, np.ndarray] = {}
+        shapes = {node.outputs[0]: known_shape(graph, node, length) for node in nodes_of(graph, "Shape")}
+        self._shapes = {value: np.array(shape) for value, shape in shapes.items() if shape is not None}
 
     def read_chain(self, end: ir.Value, scores: ir.Value, heads: int) -> ScoreRule:
         """Returns the rule between the matmul result `scores` and the softmax of `end`.
@@ -276,7 +278,8 @@ class ScoreReader:
     def _run(self, value: ir.Value, given: Mapping[ir.Value, np.ndarray]) -> np.ndarray:
         """Computes `value` for one sequence of `length` tokens from their positions and `given` values."""
         positions = np.arange(self.length, dtype=np.int64)[None]
-        feeds = dict(zip(self.graph.inputs, (np.zeros_like(positions), positions), strict=True)) | dict(given)
+        feeds = dict(zip(self.graph.inputs, (np.zeros_like(positions), positions), strict=True))
+        feeds |= self._shapes | dict(given)
         piece = irc.extract(self.graph, list(feeds), [value])
         evaluator = ReferenceEvaluator(ir.serde.serialize_model(ir.Model(piece, ir_version=10)))
         (array,) = evaluator.run(None, {str(parameter.name): array for parameter, array in feeds.items()})
