@@ -11,6 +11,8 @@ struct ElementwiseKernel {
   void (*gate)(float const* gates, std::int64_t count, float* ups);
   void (*sigmoid)(float const* x, std::int64_t count, float* y);
   void (*exponential)(float const* x, std::int64_t count, float* y);
+  void (*gelu)(float const* x, std::int64_t count, float* y);       // x (1 + erf(x / sqrt 2)) / 2
+  void (*tanh_gelu)(float const* x, std::int64_t count, float* y);  // with tanh in place of erf
 };
 
 // The kernel of an instruction set; without a name, the best for this CPU. Null if there is none, or not for this CPU.

@@ -1,4 +1,4 @@
-// Sigmoid, Exp and Softplus of each number; Add and Mul of two tensors, of which one may be broadcast to the other; and
+// Sigmoid, Exp, Softplus and Gelu of each number; Add and Mul of two tensors, of which one may be broadcast to the other; and
 // Reshape and Split, which leave numbers as they are. All take states [1, N, ..].
 #include "elementwise.h"
 
@@ -191,6 +191,10 @@ class Split : public Node {
 std::unique_ptr<Node> elementwise_node(std::string const& name, Attributes const& attributes) {
   if (name == "Sigmoid") return std::make_unique<Unary>(elementwise_kernel()->sigmoid);
   if (name == "Exp") return std::make_unique<Unary>(elementwise_kernel()->exponential);
+  if (name == "Gelu") {
+    bool const tanh = attributes.text("approximate") == "tanh";
+    return std::make_unique<Unary>(tanh ? elementwise_kernel()->tanh_gelu : elementwise_kernel()->gelu);
+  }
   if (name == "Softplus") return std::make_unique<Unary>(softplus);
   if (name == "Add") return std::make_unique<Binary<std::plus<float>>>();
   if (name == "Mul") return std::make_unique<Binary<std::multiplies<float>>>();

@@ -40,11 +40,15 @@ TIDE_EXPORTED int tide_ops_half_matmul(char const* instruction_set, int format, 
   return 0;
 }
 
-// The kernel of an instruction set: ups [count] times SiLU of the gates. 0, or 1 if this CPU has no such instructions.
-TIDE_EXPORTED int tide_ops_gate(char const* instruction_set, float const* gates, std::int64_t count, float* ups) {
+// A function of the kernel of an instruction set (elementwise.h), by its number. 0, or 1 if this CPU has no such
+// instructions.
+TIDE_EXPORTED int tide_ops_elementwise(char const* instruction_set, int function, float const* x, std::int64_t count,
+                                       float* y) {
   tide_ops::ElementwiseKernel const* const kernel = tide_ops::elementwise_kernel(instruction_set);
   if (kernel == nullptr) return 1;
-  kernel->gate(gates, count, ups);
+  decltype(kernel->gate) const functions[] = {kernel->gate, kernel->sigmoid, kernel->exponential, kernel->gelu,
+                                              kernel->tanh_gelu};
+  functions[function](x, count, y);
   return 0;
 }
 

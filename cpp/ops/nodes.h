@@ -14,7 +14,7 @@ std::unique_ptr<Node> integer_matmul_node(int bits, bool gated);  // of 4 or 8 b
 std::unique_ptr<Node> attention_node(bool int8, Attributes const& attributes);
 // RMSNormalization or LayerNormalization; `skip`: ONNX Runtime's, which adds first.
 std::unique_ptr<Node> norm_node(bool layer, bool skip, Attributes const& attributes);
-// Sigmoid, Exp, Softplus, Add, Mul, Reshape or Split; null for others.
+// Sigmoid, Exp, Softplus, Gelu, Add, Mul, Reshape or Split; null for others.
 std::unique_ptr<Node> elementwise_node(std::string const& name, Attributes const& attributes);
 std::unique_ptr<Node> causal_conv_node(Attributes const& attributes);
 std::unique_ptr<Node> recurrence_node();

@@ -7,7 +7,7 @@ import pytest
 
 from tide_export.drafting.config import DraftConfig
 from tide_export.drafting.prompts import HELD_OUT_PROMPTS, Prompts, check_prompts, choose_prompts
-from tide_export.drafting.shipped_prompts import WRITTEN, shipped_prompts
+from tide_export.drafting.shipped_prompts import shipped_prompts
 from tide_export.errors import DraftError
 
 ROOT = Path(__file__).parents[2]
@@ -17,14 +17,11 @@ ROOT = Path(__file__).parents[2]
 def test_shipped_prompts_are_many_and_none_is_of_the_benchmark(chat: bool) -> None:
     prompts = shipped_prompts(0, 5000, chat)
     assert len(prompts) == 5000
-    written = set(WRITTEN.read_text(encoding="utf-8").splitlines()) & prompts.keys()
-    assert len(written) > 1500 if chat else not written
-    filled = prompts.keys() - written
-    assert 30 < len({prompts[prompt] for prompt in filled}) < 500, "of many forms"
+    assert 30 < len(set(prompts.values())) < 500, "of many forms"
     assert prompts == shipped_prompts(0, 5000, chat)
-    assert len(filled & set(shipped_prompts(1, 5000, chat))) < len(filled) / 2
+    assert len(set(prompts) & set(shipped_prompts(1, 5000, chat))) < 2500
     for prompt in prompts:
-        assert "{" not in prompt or not chat or prompt in written
+        assert "{" not in prompt or not chat
         assert prompt == prompt.rstrip(" ")
     assert max(map(len, prompts)) < 1000
     files = (ROOT / "tools" / "benchmarks" / "prompts").glob("*.txt")

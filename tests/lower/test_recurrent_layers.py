@@ -83,7 +83,8 @@ def delta_layer() -> ir.Model:
     gate = make.matmul(x)
     gated = make.node("Mul", [merged, make.node("Mul", [gate, make.node("Sigmoid", [gate])])])
     (halved,) = make.rows("Mul", [gated, make.constant("half", np.array(0.5, np.float32))], (SIZE,))
-    outputs = [make.node("Add", [x, make.matmul(halved)]), summed, conv_states, head_states, log]
+    bent = make.node("Gelu", [make.node("Gelu", [halved], approximate="tanh")])
+    outputs = [make.node("Add", [x, make.matmul(bent)]), summed, conv_states, head_states, log]
     for value, (name, shape) in zip(outputs[2:], STATES.items(), strict=True):
         value.name, value.shape = f"new_{name}", ir.Shape(["p", *shape])
     imports = {"": OPSET, DOMAIN: 1}

@@ -98,7 +98,6 @@ def test_the_wheel_is_whole_and_for_any_python_of_this_platform(wheel: Path) -> 
     package = ROOT / "tide_export"
     needed = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
     needed |= {"tide_export/py.typed", "tide_export/report/style.css", "tide_export/drafting/prompts.toml"}
-    needed |= {"tide_export/drafting/prompts.txt"}
     needed |= {"tide_export/runtime/libtide.so", "tide_export/include/tide/tide.h"}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == needed

@@ -61,7 +61,7 @@ def gated(library: Path, instruction_set: str, gates: np.ndarray, ups: np.ndarra
     gates, y = gates.copy(), ups.copy()
     arrays = (ctypes.c_void_p(array.ctypes.data) for array in (gates, y))
     pointer, count = next(arrays), ctypes.c_int64(len(y))
-    if ctypes.CDLL(str(library)).tide_ops_gate(instruction_set.encode(), pointer, count, next(arrays)):
+    if ctypes.CDLL(str(library)).tide_ops_elementwise(instruction_set.encode(), 0, pointer, count, next(arrays)):
         pytest.skip(f"this CPU has no {instruction_set}")
     return y
 

@@ -1,13 +1,13 @@
 """Returns freed memory to the system, of which glibc would keep most in its heap."""
 
 import ctypes
+import gc
 
 
 def return_free_memory() -> None:
-    """Returns all freed memory of the process."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    """Frees what nothing refers to, and returns all freed memory of the process."""
+    gc.collect()
+    _trim()
 
 
 class FreeMemory:
@@ -23,4 +23,10 @@ class FreeMemory:
         self._used += count
         if self._used >= self.SHARE:
             self._used = 0
-            return_free_memory()
+            _trim()
+
+
+def _trim() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,7 +1,4 @@
-"""Gives the prompts of `prompts.txt`, and those that the forms in `prompts.toml` are expanded into.
-
-They are questions, code, edits, translations and more. Each line of `prompts.txt` is a form of its own.
-"""
+"""Expands the forms in `prompts.toml` into prompts: questions, code, edits, translations and more."""
 
 import random
 import re
@@ -11,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("prompts.toml")
-WRITTEN = FILE.with_suffix(".txt")
-WRITTEN_WEIGHT = 300  # of all lines of `prompts.txt`, beside families of 100: until none is left
 PLACEHOLDER = re.compile(r"\{([a-z_]+?)(_\d)?\}")
 NUMBERS = {"number": 99, "small": 20}  # largest value
 PARAGRAPH = "paragraph"
@@ -30,8 +25,6 @@ def shipped_prompts(seed: int, count: int, chat: bool) -> dict[str, str]:
     """
     content = tomllib.loads(FILE.read_text(encoding="utf-8"))
     families = content["prompts" if chat else "beginnings"]
-    if chat:
-        families.append({"weight": WRITTEN_WEIGHT, "forms": WRITTEN.read_text(encoding="utf-8").splitlines()})
     weights = [family["weight"] for family in families]
     generator = random.Random(seed)
     prompts: dict[str, str] = {}

@@ -49,7 +49,7 @@ def widened(weight: IntegerWeight | torch.Tensor, inputs_first: bool) -> torch.T
 
 
 def kept_in_16_bits(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Returns parameter `name` of `module` as its checkpoint has it; None unless it is a matrix kept in 16 bits."""
+    """Returns parameter `name` of `module` as its checkpoint has it, if it is a matrix in 16 bits."""
     for hook in offload_hooks(module):
         if name == "weight" and isinstance(hook.weights_map, _Stored):
             weight = hook.weights_map.weight

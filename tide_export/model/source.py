@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import GgufConfig
 
+from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import quiet_transformers
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from tide_export.model.attention import reference_attention
@@ -266,7 +267,9 @@ def load_model(
     if quantized is not None:
         how = "weights are read as the float32 numbers they stand for" if kept is None else "integers are kept"
         logger.info("%s is quantized (%s): its %s", name, quantized, how)
-    return wrap_model(model if packed or device_map is not None else model.to(device), name, remote_code, kept)
+    source = wrap_model(model if packed or device_map is not None else model.to(device), name, remote_code, kept)
+    return_free_memory()
+    return source
 
 
 def auto_class(config: PretrainedConfig, name: str = "", trust_remote_code: bool = False) -> Any:

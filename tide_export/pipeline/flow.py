@@ -4,7 +4,6 @@ Routers are calibrated after the trace, so that a model that cannot be traced is
 Stages do not call each other: each gets all it needs from here and can be read and tested alone.
 """
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,8 +41,7 @@ def export(request: ExportRequest) -> Path:
     """
     with writing_bundle(request.output, overwrite=request.overwrite) as folder:
         manifest, references = _write_graphs(request, folder)
-        gc.collect()  # frees the model's memory for building and checking engines
-        return_free_memory()
+        return_free_memory()  # the model's, for building and checking engines
         if request.engines and request.flavour is not None:
             engines = build_engines(folder, manifest, request.flavour, request.plugin_library)
             manifest = replace(manifest, engines=engines)
@@ -61,7 +59,6 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     routers = given_routers(request)
     with stage("loading the model"):
         source = load_model(request.model, **request.loading)
-    return_free_memory()
     asked, request = request, choose_weights(source, request)
     length, checkpoints = check_source(source, request, routers, folder)
     head = given_head(source, request, length)
@@ -82,7 +79,6 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     if request.validate:
         with stage("running the model for the references the graph must give"), rounded_kv(source, manifest):
             references = model_references(source, routers, manifest, graph)
-        return_free_memory()
     with stage("writing the weights"):
         write_contents(folder, request, graph, manifest, pieces, routers, lowering(source, request))
         manifest = write_networks(folder, request, manifest, pieces, routers, source)

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from tide_export.bundle.file_names import GRAPH_FILE, batch_file, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
+from tide_export.common.memory import return_free_memory
 from tide_export.errors import GraphError
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.source import SourceModel
@@ -59,10 +60,12 @@ def model_references(source: SourceModel, routers: RouterSet, manifest: Manifest
     texts = [_prompt(min(length, context - steps) + steps - 1, manifest.model.vocab_size) for length in lengths]
     prompts = [text[: len(text) - steps + 1] for text in texts]
     thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
-    return [
+    references = [
         compute_references(source, routers, prompt, text[len(prompt) :], thresholds, manifest.kv_cache_strategy)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
+    return_free_memory()
+    return references
 
 
 def check_export(folder: Path, manifest: Manifest, references: Sequence[References]) -> None:

@@ -47,7 +47,7 @@ SKIP_NORMS = {
     ("com.microsoft", "SkipSimplifiedLayerNormalization"),
     ("com.microsoft", "SkipLayerNormalization"),
 }
-UNARY, BINARY, RESHAPES = ("Sigmoid", "Softplus", "Exp"), ("Add", "Mul"), ("Reshape", "Unsqueeze")
+UNARY, BINARY, RESHAPES = ("Sigmoid", "Softplus", "Exp", "Gelu"), ("Add", "Mul"), ("Reshape", "Unsqueeze")
 ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_interleaved")
 LORA_ATTRIBUTES = ("offset", "rank", "column", "width")
 MIN_HEAVY = 2  # nodes that make a run worth it
@@ -323,6 +323,8 @@ def _attributes(node: ir.Node) -> Iterator[str]:
         names = LORA_ATTRIBUTES
     elif node.op_type == OP_CAUSAL_CONV:
         names = ("silu",)
+    elif node.op_type == "Gelu":
+        names = ("approximate",)
     for name in names:
         if name in node.attributes:
             value = node.attributes[name].value

@@ -1,4 +1,4 @@
-"""Keeps new tokens on the second axis of states, so that layers with a recurrent state can be one operator.
+"""Keeps new tokens on the second axis of states, so that whole layers can be one operator.
 
 Models swap tokens and channels around a convolution, merge tokens and heads before a norm, and write Softplus in three
 operators. Each is undone where all nodes in between compute every row alike.
@@ -79,7 +79,7 @@ class _Layout:
 
 
 class _Swapped(_Layout):
-    """[B, W, N] for [B, N, W]."""
+    """States [B, W, N] where [B, N, W] is usual."""
 
     def before(self, node: ir.Node) -> ir.Value | None:
         return node.inputs[0] if _swaps(node) else None
@@ -96,7 +96,7 @@ class _Swapped(_Layout):
 
 
 class _Merged(_Layout):
-    """[B N H, W] for [B, N, H, W]."""
+    """States [B N H, W] where [B, N, H, W] is usual."""
 
     def __init__(self, graph: ir.Graph) -> None:
         super().__init__()
