@@ -34,6 +34,14 @@ MERGED = """<float[3] scale = {1, 2, 3}, float[1, N, 12] whole, int64[2] rows = 
     whole = Reshape (gated, target)
     y = Neg (whole)
 }"""
+# Norms of queries in Gemma 3.
+TURNED = """<float[3] scale = {1, 2, 3}, int64[4] heads = {0, 0, 4, 3}> {
+    split = Reshape (x, heads)
+    turned = Transpose <perm = [0, 2, 1, 3]> (split)  normal = RMSNormalization <axis = 3> (turned, scale)
+    share = Sigmoid (turned)  gated = Mul (normal, share)  scaled = Mul (gated, scale)
+    back = Transpose <perm = [0, 2, 1, 3]> (scaled)
+    target = Shape (x)  y = Reshape (back, target)
+}"""
 SOFTPLUS = """<float threshold = {20}, float zero = {0}, float most = {inf}> {
     soft = Softplus (x)  large = Greater (x, threshold)  chosen = Where (large, x, soft)
     bounded = Clip (chosen, zero, most)
@@ -108,6 +116,10 @@ def test_merged_heads() -> None:
         [4, 3],
         [12],
     ]
+
+
+def test_turned_heads() -> None:
+    assert kinds(changed(TURNED)).count("Transpose") == 0
 
 
 def test_softplus() -> None:

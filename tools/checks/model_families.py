@@ -72,7 +72,7 @@ REFUSED = """
 CLASSES = """
 ## Classes of transformers {version}
 
-`AutoModelForCausalLM` loads {count} classes. {built} have rows here; {equal} of them ({share:.0f} %) are exported and
+`AutoModelForCausalLM` loads {count} classes. {built} have rows here; {equal} of them ({share:.1f} %) are exported and
 equal in all rows. The other {unbuilt}: {reasons}.
 """
 

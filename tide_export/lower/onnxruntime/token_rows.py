@@ -1,7 +1,7 @@
 """Keeps new tokens on the second axis of states, so that whole layers can be one operator.
 
-Models swap tokens and channels around a convolution, merge tokens and heads before a norm, and write Softplus in three
-operators. Each is undone where all nodes in between compute every row alike.
+Models swap tokens and channels around a convolution, or tokens and heads around a norm, or merge these, and write
+Softplus in three operators. Each is undone where all nodes in between compute every row alike.
 """
 
 import math
@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export.graph.rewriting import (
+    SWAP_HEADS,
     Dim,
     dims,
     graph_of,
@@ -24,6 +25,7 @@ from tide_export.graph.rewriting import (
 
 SWAP_CHANNELS = [0, 2, 1]
 ELEMENTWISE = ("Sigmoid", "Softplus", "Exp", "Mul", "Add")
+NORMS = ("RMSNormalization", "LayerNormalization")
 LARGE = 20.0  # from there on Softplus(x) is x in float32
 
 
@@ -34,9 +36,10 @@ class TokenRowsPass(ir.passes.InPlacePass):
             modified |= _is_softplus(node) and _replace(node, node.inputs[2])
         for node in nodes_of(model.graph, "Clip"):
             modified |= _changes_nothing(node) and _replace(node, node.inputs[0])
-        swapped = _Swapped()
-        for node in nodes_of(model.graph, "Transpose"):
-            modified |= _swaps(node) and _replace(node, swapped.of(node.inputs[0]))
+        for swap in (SWAP_CHANNELS, SWAP_HEADS):
+            turned = _Turned(swap)
+            for node in nodes_of(model.graph, "Transpose"):
+                modified |= _swaps(node, swap) and _replace(node, turned.of(node.inputs[0]))
         merged = _Merged(model.graph)
         for node in nodes_of(model.graph, "Reshape"):
             modified |= rank(node.inputs[0]) == 2 and _replace(node, merged.split(node))
@@ -78,21 +81,27 @@ class _Layout:
         raise NotImplementedError
 
 
-class _Swapped(_Layout):
-    """States [B, W, N] where [B, N, W] is usual."""
+class _Turned(_Layout):
+    """States of which two axes are swapped."""
+
+    def __init__(self, swap: list[int]) -> None:
+        super().__init__()
+        self._swap, self._keeps_last = swap, swap[-1] == len(swap) - 1
 
     def before(self, node: ir.Node) -> ir.Value | None:
-        return node.inputs[0] if _swaps(node) else None
+        return node.inputs[0] if _swaps(node, self._swap) else None
 
     def attributes(self, node: ir.Node) -> dict[str, ir.Attr] | None:
-        if node.op_type == "Split" and node.attributes.get_int("axis", 0) in (1, -2):
-            return {**node.attributes, "axis": ir.AttrInt64("axis", 2)}
-        weights = [value for value in node.inputs if value is not None and value.is_initializer()]
-        alike = node.op_type in ELEMENTWISE and all(rank(value) == 0 for value in weights)
+        if node.op_type == "Split":
+            axis = self._swap[node.attributes.get_int("axis", 0)]
+            return {**node.attributes, "axis": ir.AttrInt64("axis", axis)}
+        axis, last = node.attributes.get_int("axis", -1), len(self._swap) - 1
+        norm = node.op_type in NORMS and self._keeps_last and axis in (-1, last)
+        alike = (norm or node.op_type in ELEMENTWISE) and _weights_have(node, 1 if self._keeps_last else 0)
         return dict(node.attributes) if alike else None
 
     def shape(self, shape: list[Dim], inputs: list[ir.Value | None]) -> list[Dim]:
-        return [shape[0], shape[2], shape[1]]
+        return [shape[axis] for axis in self._swap]
 
 
 class _Merged(_Layout):
@@ -124,10 +133,8 @@ class _Merged(_Layout):
         return self._reshaped(node, states, [*dims(states)[:2], numbers // width, width])
 
     def attributes(self, node: ir.Node) -> dict[str, ir.Attr] | None:
-        norm = node.op_type in ("RMSNormalization", "LayerNormalization")
-        alike = node.op_type in ELEMENTWISE or (norm and node.attributes.get_int("axis", -1) in (-1, 1))
-        weights = [value for value in node.inputs if value is not None and value.is_initializer()]
-        if not alike or not all((rank(value) or 0) < 2 for value in weights):
+        norm = node.op_type in NORMS and node.attributes.get_int("axis", -1) in (-1, 1)
+        if not (norm or node.op_type in ELEMENTWISE) or not _weights_have(node, 1):
             return None
         return {**node.attributes, "axis": ir.AttrInt64("axis", -1)} if norm else dict(node.attributes)
 
@@ -144,8 +151,13 @@ def _integers(shape: list[Dim]) -> list[int]:
     return [dim if isinstance(dim, int) else 0 for dim in shape]
 
 
-def _swaps(node: ir.Node) -> bool:
-    return node.op_type == "Transpose" and list(node.attributes.get_ints("perm", [])) == SWAP_CHANNELS
+def _swaps(node: ir.Node, swap: list[int]) -> bool:
+    return node.op_type == "Transpose" and list(node.attributes.get_ints("perm", [])) == swap
+
+
+def _weights_have(node: ir.Node, most: int) -> bool:
+    """Whether no weight that the node reads has more dimensions."""
+    return all((rank(value) or 0) <= most for value in node.inputs if value is not None and value.is_initializer())
 
 
 def _is_softplus(node: ir.Node) -> bool:
