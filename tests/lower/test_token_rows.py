@@ -52,6 +52,11 @@ LEFT = {
         turned = Transpose <perm = [0, 2, 1]> (x)  scaled = Mul (turned, w)
         back = Transpose <perm = [0, 2, 1]> (scaled)  y = Neg (back)
     }""",
+    "a split of states with other axes": """<int64[4] heads = {0, 0, 2, 6}, int64[1] axis = {2}> {
+        split = Reshape (x, heads)  a, b = Split <axis = 2, num_outputs = 2> (split)
+        one = Squeeze (a, axis)  turned = Transpose <perm = [0, 2, 1]> (one)  share = Sigmoid (turned)
+        other = Squeeze (b, axis)  scores = MatMul (other, share)  y = MatMul (scores, x)
+    }""",
     "a node over all tokens": """{
         turned = Transpose <perm = [0, 2, 1]> (x)  shares = Softmax <axis = 2> (turned)
         back = Transpose <perm = [0, 2, 1]> (shares)  y = Neg (back)

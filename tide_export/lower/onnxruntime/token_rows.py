@@ -49,24 +49,30 @@ class TokenRowsPass(ir.passes.InPlacePass):
 class _Layout:
     """A layout that a model gives states for some nodes; `of` computes these in the usual one."""
 
-    def __init__(self) -> None:
+    def __init__(self, dimensions: int) -> None:
+        self._dimensions = dimensions
         self._known = dict[ir.Value, ir.Value | None]()
 
     def of(self, value: ir.Value | None) -> ir.Value | None:
         """Returns `value` in the usual layout; None if a node before it does not compute all rows alike."""
         node = None if value is None else value.producer()
-        if value is None or node is None:
+        if value is None or node is None or rank(value) != self._dimensions:
             return None
         if value not in self._known:
             self._known[value] = self.before(node)
-            attributes = self.attributes(node) if self._known[value] is None and not node.domain else None
-            inputs = [each if each is None or each.is_initializer() else self.of(each) for each in node.inputs]
-            if attributes is not None and inputs.count(None) == list(node.inputs).count(None):
-                types = [(output.dtype, self.shape(dims(output), inputs)) for output in node.outputs]
-                new = new_node(node.op_type, inputs, attributes, name=f"{node.name}/rows", outputs=types)
-                graph_of(node).insert_before(node, new)
-                self._known.update(zip(node.outputs, new.outputs, strict=True))
+            if self._known[value] is None and not node.domain and (attributes := self.attributes(node)) is not None:
+                self._rebuild(node, attributes)
         return self._known[value]
+
+    def _rebuild(self, node: ir.Node, attributes: dict[str, ir.Attr]) -> None:
+        """Computes the outputs of `node` in the usual layout, if its inputs can be."""
+        inputs = [each if each is None or each.is_initializer() else self.of(each) for each in node.inputs]
+        if inputs.count(None) > list(node.inputs).count(None):
+            return
+        types = [(output.dtype, self.shape(dims(output), inputs)) for output in node.outputs]
+        new = new_node(node.op_type, inputs, attributes, name=f"{node.name}/rows", outputs=types)
+        graph_of(node).insert_before(node, new)
+        self._known.update(zip(node.outputs, new.outputs, strict=True))
 
     def before(self, node: ir.Node) -> ir.Value | None:
         """Returns what `node` brings into the layout."""
@@ -85,7 +91,7 @@ class _Turned(_Layout):
     """States of which two axes are swapped."""
 
     def __init__(self, swap: list[int]) -> None:
-        super().__init__()
+        super().__init__(len(swap))
         self._swap, self._keeps_last = swap, swap[-1] == len(swap) - 1
 
     def before(self, node: ir.Node) -> ir.Value | None:
@@ -108,7 +114,7 @@ class _Merged(_Layout):
     """States [B N H, W] where [B, N, H, W] is usual."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        super().__init__()
+        super().__init__(2)
         self._graph = graph
 
     def split(self, node: ir.Node) -> ir.Value | None:
