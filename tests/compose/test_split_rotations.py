@@ -68,6 +68,22 @@ def test_a_rotation_becomes_one_node_with_tables(body: str, part: int) -> None:
     np.testing.assert_allclose(run(model), before, atol=1e-6)
 
 
+def test_two_rotations_share_their_tables() -> None:
+    both = ROTATE.format(x="x", half="b", y="query")
+    other = both.replace("cos_4d = Unsqueeze (cos, one)  sin_4d = Unsqueeze (sin, one)", "doubled = Add (x, x)")
+    for name in ("first", "second", "minus", "turned", "kept", "moved", "query"):
+        other = other.replace(name, f"{name}_2")
+    other = other.replace("Slice (x", "Slice (doubled").replace("Mul (x", "Mul (doubled")
+    body = f"{ANGLES.format(width='four')}{SCALED}{both}  {other}  y = Add (query, query_2)"
+    before, model = run(model_of(body)), model_of(body)
+    SplitRotationsPass()(model)
+    RotaryTablesPass(9)(model)
+    common_passes.RemoveUnusedNodesPass()(model)
+    assert sorted(node.op_type for node in model.graph) == ["Add", "Add", "RotaryEmbedding", "RotaryEmbedding"]
+    assert len(model.graph.initializers) == 2
+    np.testing.assert_allclose(run(model), before, atol=1e-6)
+
+
 def test_halves_that_differ_are_left() -> None:
     other = "both = Concat <axis = -1> (angles, slower)"
     angles = ANGLES.format(width="four") + "  slower = Mul (angles, factor)"

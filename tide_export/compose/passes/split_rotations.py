@@ -25,6 +25,9 @@ class SplitRotationsPass(ir.passes.InPlacePass):
 class _RepeatedCosines(RewriteRuleClassBase):
     """`x * cos + [-second half, first half] * sin`, where cos and sin are the same for both halves."""
 
+    def __init__(self) -> None:
+        super().__init__(remove_nodes=False)  # rotations of queries and keys share cosines and sines
+
     def pattern(self, op, x, cos, sin, start1, end1, start2, end2, one1, one2) -> ir.Value:
         halves = exporter_rules._rotate_half_pattern(op, x, start1, end1, start2, end2)
         return x * op.Unsqueeze(cos, one1) + halves * op.Unsqueeze(sin, one2)

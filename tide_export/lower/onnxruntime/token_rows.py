@@ -5,6 +5,7 @@ Softplus in three operators. Each is undone where all nodes in between compute e
 """
 
 import math
+from abc import ABC, abstractmethod
 
 import numpy as np
 import onnx_ir as ir
@@ -46,7 +47,7 @@ class TokenRowsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=modified)
 
 
-class _Layout:
+class _Layout(ABC):
     """A layout that a model gives states for some nodes; `of` computes these in the usual one."""
 
     def __init__(self, dimensions: int) -> None:
@@ -74,17 +75,17 @@ class _Layout:
         graph_of(node).insert_before(node, new)
         self._known.update(zip(node.outputs, new.outputs, strict=True))
 
+    @abstractmethod
     def before(self, node: ir.Node) -> ir.Value | None:
         """Returns what `node` brings into the layout."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attributes(self, node: ir.Node) -> dict[str, ir.Attr] | None:
         """Returns the attributes of `node` in the usual layout; None if it does not compute all rows alike."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shape(self, shape: list[Dim], inputs: list[ir.Value | None]) -> list[Dim]:
         """Returns the usual shape of an output of `shape` that is computed from `inputs`."""
-        raise NotImplementedError
 
 
 class _Turned(_Layout):
