@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig
 
 from tide_export.model.source import auto_class
 
@@ -133,6 +133,24 @@ def with_experts_apart(tensors: Tensors) -> Tensors:
     return apart
 
 
+def write_mxfp4(folder: Path) -> Tensors:
+    """Writes a gpt-oss model whose experts are in MXFP4; gives their parameters, float32 [E, K, N]."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GPT_OSS).bfloat16()
+    model.save_pretrained(folder)
+    tensors, dense = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = torch.randint(16, (experts, outputs, inputs // 32, 32))
+        scales = torch.randint(118, 126, (experts, outputs, inputs // 32))
+        values = torch.tensor(E2M1)[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales[..., None] - 127)
+        dense[name] = values.reshape(experts, outputs, inputs).transpose(1, 2)
+        tensors[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        tensors[f"{name}_scales"] = scales.to(torch.uint8)
+    replace(folder, {"quant_method": "mxfp4"}, tensors)
+    return dense
+
+
 def replace(folder: Path, settings: dict[str, Any], tensors: Tensors | None = None) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
@@ -159,4 +177,10 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "d
 V2 = {"checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPT2 = GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # the numbers of three bits of MXFP4; the fourth is the sign
+GPT_OSS = GptOssConfig(
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96, "hidden_size": 64},
+    **{"intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "sliding_window": 16},
+)
 MIXTRAL = MixtralConfig(**LLAMA.to_diff_dict() | {"num_local_experts": 4, "num_experts_per_tok": 2})

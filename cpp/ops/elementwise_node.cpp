@@ -1,10 +1,12 @@
-// Sigmoid, Exp, Softplus and Gelu of each number; Add and Mul of two tensors, of which one may be broadcast to the other; and
-// Reshape and Split, which leave numbers as they are. All take states [1, N, ..].
+// Sigmoid, Exp, Softplus, Gelu and Clip of each number; Add and Mul of two tensors, of which one may be broadcast to the
+// other; ReduceSum of the second to last axis; and Reshape, Split and Slice, which leave numbers as they are. All take states
+// [1, N, ..].
 #include "elementwise.h"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <locale>
 #include <sstream>
 
@@ -46,6 +48,32 @@ class Unary : public Node {
 
  private:
   Function const function_;
+};
+
+class Clip : public Node {
+ public:
+  explicit Clip(Attributes const& attributes)
+      : low_(attributes.number("low", -std::numeric_limits<float>::infinity())),
+        high_(attributes.number("high", std::numeric_limits<float>::infinity())) {}
+
+  Status* add(Operands const& operands, Run& run) override {
+    Tensor x;
+    void* made;
+    TIDE_RETURN_IF_FAILED(operands.input(0, x));
+    TIDE_RETURN_IF_FAILED(operands.output(0, x.dims, x.rank, &made));
+    std::int64_t const size = size_of(x);
+    run.add((size + kNumbers - 1) / kNumbers, [=, from = data_of(x), low = low_, high = high_](std::int64_t part) {
+      auto* const to = static_cast<float*>(made);
+      for (std::int64_t i = part * kNumbers; i < std::min((part + 1) * kNumbers, size); ++i) {
+        float const bounded = from[i] < low ? low : from[i];  // NaN stays
+        to[i] = bounded > high ? high : bounded;
+      }
+    });
+    return nullptr;
+  }
+
+ private:
+  float const low_, high_;
 };
 
 // Two tensors as one shape, and the distance from one number of each to the next along an axis: 0 where it is broadcast.
@@ -187,6 +215,58 @@ class Split : public Node {
   std::vector<std::int64_t> const sizes_;
 };
 
+// Every `step`-th number of the last axis.
+class Slice : public Node {
+ public:
+  explicit Slice(Attributes const& attributes)
+      : start_(attributes.integer("start", 0)), step_(attributes.integer("step", 1)) {}
+
+  Status* add(Operands const& operands, Run& run) override {
+    Tensor x;
+    TIDE_RETURN_IF_FAILED(operands.input(0, x));
+    std::int64_t const width = x.rank > 0 ? x.dims[x.rank - 1] : 0;
+    if (start_ < 0 || start_ >= width || step_ < 1) return invalid("a slice does not fit the states");
+    std::int64_t const rows = size_of(x) / width, size = x.dims[x.rank - 1] = (width - start_ + step_ - 1) / step_;
+    void* made;
+    TIDE_RETURN_IF_FAILED(operands.output(0, x.dims, x.rank, &made));
+    std::int64_t const at_once = std::max<std::int64_t>(kNumbers / size, 1);
+    run.add((rows + at_once - 1) / at_once, [=, from = data_of(x) + start_, step = step_](std::int64_t part) {
+      for (std::int64_t row = part * at_once; row < std::min((part + 1) * at_once, rows); ++row) {
+        float* const to = static_cast<float*>(made) + row * size;
+        for (std::int64_t i = 0; i < size; ++i) to[i] = from[row * width + i * step];
+      }
+    });
+    return nullptr;
+  }
+
+ private:
+  std::int64_t const start_, step_;
+};
+
+// Of the second to last axis, which is gone then.
+class ReduceSum : public Node {
+ public:
+  Status* add(Operands const& operands, Run& run) override {
+    Tensor x;
+    TIDE_RETURN_IF_FAILED(operands.input(0, x));
+    if (x.rank < 2) return invalid("a sum takes states of two axes at least");
+    std::int64_t const added = x.dims[x.rank - 2], width = x.dims[x.rank - 2] = x.dims[x.rank - 1];
+    void* made;
+    TIDE_RETURN_IF_FAILED(operands.output(0, x.dims, x.rank - 1, &made));
+    --x.rank;
+    std::int64_t const rows = width > 0 ? size_of(x) / width : 0;
+    run.add(rows, [=, from = data_of(x)](std::int64_t row) {
+      float* const to = static_cast<float*>(made) + row * width;
+      std::fill_n(to, width, 0.0f);
+      for (std::int64_t i = 0; i < added; ++i) {
+        float const* const each = from + (row * added + i) * width;
+        for (std::int64_t d = 0; d < width; ++d) to[d] += each[d];
+      }
+    });
+    return nullptr;
+  }
+};
+
 }  // namespace
 
 std::unique_ptr<Node> elementwise_node(std::string const& name, Attributes const& attributes) {
@@ -200,6 +280,9 @@ std::unique_ptr<Node> elementwise_node(std::string const& name, Attributes const
   if (name == "Add") return std::make_unique<Binary<std::plus<float>>>();
   if (name == "Mul") return std::make_unique<Binary<std::multiplies<float>>>();
   if (name == "Reshape") return std::make_unique<Reshape>(attributes);
+  if (name == "Clip") return std::make_unique<Clip>(attributes);
+  if (name == "Slice") return std::make_unique<Slice>(attributes);
+  if (name == "ReduceSum") return std::make_unique<ReduceSum>();
   return name == "Split" ? std::make_unique<Split>(attributes) : nullptr;
 }
 

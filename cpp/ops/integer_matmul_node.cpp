@@ -4,9 +4,8 @@
 #include <atomic>
 
 #include "nodes.h"
+#include "packed_weights.h"
 #include "product.h"
-#include "quantized_matmul.h"
-#include "weight_copies.h"
 
 namespace tide_ops {
 namespace {
@@ -20,7 +19,7 @@ bool are_columns(std::int64_t const* columns, std::int64_t count, std::int64_t k
 
 class IntegerMatMul : public Node {
  public:
-  IntegerMatMul(int bits, bool gated) : bits_(bits), gated_(gated) {}
+  IntegerMatMul(IntegerFormat format, bool gated) : format_(format), gated_(gated) {}
 
   Status* add(Operands const& operands, Run& run) override {
     Tensor x, integers, scales, outliers;
@@ -31,7 +30,7 @@ class IntegerMatMul : public Node {
     bool const shapes = x.rank >= 1 && x.rank <= kMaxRank && integers.rank == 3 && scales.rank == 2 &&
                         scales.dims[0] == integers.dims[0] && scales.dims[1] == integers.dims[1];
     std::int64_t const k_size = shapes ? x.dims[x.rank - 1] : 0;
-    std::int64_t const block_size = shapes ? integers.dims[2] * 8 / bits_ : 0;
+    std::int64_t const block_size = shapes ? integers.dims[2] * 8 / bits_of(format_) : 0;
     std::int64_t const again = outliers.rank == 1 ? outliers.dims[0] : 0;
     if (!shapes || !is_block_size(block_size) || (k_size + again + block_size - 1) / block_size != integers.dims[1]) {
       return invalid("TideInt4MatMul and TideInt8MatMul take x [.., K], integers [N, blocks, bytes of a block] and "
@@ -48,13 +47,14 @@ class IntegerMatMul : public Node {
     TIDE_RETURN_IF_FAILED(product.make(operands, x, integers.dims[0], gated_));
     if (product.y == nullptr) return nullptr;
     IntegerWeights const weights{static_cast<std::uint8_t const*>(integers.data),
-                                 static_cast<float const*>(scales.data),
+                                 scales.data,
                                  gated_ ? 2 : 1,
                                  product.n_size,
                                  integers.dims[1],
                                  block_size,
-                                 bits_};
-    RoundedInputs inputs{nullptr, weights.blocks, block_size, bits_};
+                                 format_,
+                                 gated_};
+    RoundedInputs inputs{nullptr, weights.blocks, block_size, format_};
     std::int64_t const m_size = product.m_size, n_size = product.n_size;
     // After the rounded rows: of each row, its inputs that are multiplied again.
     std::int64_t const rounded = m_size * inputs.stride() / 4;
@@ -70,35 +70,17 @@ class IntegerMatMul : public Node {
         inputs.round(repeated, again, m, k_size / block_size);
       }
     });
-    std::shared_ptr<PackedWeights const> const packed = packed_of(weights, run);
+    std::shared_ptr<PackedWeights const> const packed = packed_of(weights, kept_, run);
     auto const multiply = [=](std::int64_t n, std::int64_t count, float* const(&y)[2]) {
-      multiply_integers(inputs, m_size, *packed, n, count, y, n_size);
+      std::int64_t const panel = n / PackedWeights::kRows * packed->matrices;
+      multiply_integers(inputs, m_size, *packed, panel, count, y, n_size);
     };
     product.add(run, packed->panel(0), packed->panel_bytes() / PackedWeights::kRows, PackedWeights::kRows, multiply);
     return nullptr;
   }
 
  private:
-  std::shared_ptr<PackedWeights const> packed_of(IntegerWeights const& weights, Run& run) {
-    std::int64_t const bytes = weights.matrices * weights.rows * weights.row_bytes();
-    auto const key = [&] {
-      return WeightKey(weights.integers, static_cast<std::size_t>(bytes),
-                       {weights.matrices, weights.rows, weights.blocks, weights.block_size, bits_});
-    };
-    auto const pack = [&] {
-      auto packed = std::make_shared<PackedWeights>(weights);
-      if (Status* const failed = run.now(packed->panels(), [&](std::int64_t panel) { packed->fill(weights, panel); })) {
-        api.ReleaseStatus(failed);
-        throw std::bad_alloc();
-      }
-      forget(weights.integers, static_cast<std::size_t>(bytes));
-      forget(weights.scales, static_cast<std::size_t>(weights.matrices * weights.rows * weights.blocks) * 4);
-      return std::shared_ptr<PackedWeights const>(packed);
-    };
-    return kept_.of(weights.integers, key, pack);
-  }
-
-  int const bits_;
+  IntegerFormat const format_;
   bool const gated_;
   KeptCopy<PackedWeights> kept_;
   std::atomic<std::int64_t const*> checked_{nullptr};  // outliers whose numbers are columns
@@ -106,6 +88,27 @@ class IntegerMatMul : public Node {
 
 }  // namespace
 
-std::unique_ptr<Node> integer_matmul_node(int bits, bool gated) { return std::make_unique<IntegerMatMul>(bits, gated); }
+std::shared_ptr<PackedWeights const> packed_of(IntegerWeights const& weights, KeptCopy<PackedWeights>& kept, Run& run) {
+  auto const bytes = static_cast<std::size_t>(weights.matrices * weights.rows * weights.row_bytes());
+  auto const key = [&] {
+    return WeightKey(weights.integers, bytes,
+                     {weights.matrices, weights.rows, weights.blocks, weights.block_size, bits_of(weights.format)});
+  };
+  auto const pack = [&] {
+    auto packed = std::make_shared<PackedWeights>(weights);
+    if (Status* const failed = run.now(packed->panels(), [&](std::int64_t panel) { packed->fill(weights, panel); })) {
+      api.ReleaseStatus(failed);
+      throw std::bad_alloc();
+    }
+    forget(weights.integers, bytes);
+    forget(weights.scales, static_cast<std::size_t>(weights.scales_bytes()));
+    return std::shared_ptr<PackedWeights const>(packed);
+  };
+  return kept.of(weights.integers, key, pack);
+}
+
+std::unique_ptr<Node> integer_matmul_node(IntegerFormat format, bool gated) {
+  return std::make_unique<IntegerMatMul>(format, gated);
+}
 
 }  // namespace tide_ops

@@ -133,6 +133,12 @@ NodeOperator outlier_matmul(char const* name) {
   return operator_of(name, {abi::kFloat, abi::kUInt8, abi::kFloat, abi::kInt64}, {abi::kFloat}, 0, 3);
 }
 
+NodeOperator expert_matmul(char const* name, std::vector<int> weights) {
+  std::vector<int> inputs{kFloat, kInt64};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  return operator_of(name, inputs, {kFloat}, 0, inputs.size() - 1);
+}
+
 NodeOperator attention(char const* name, int number) {
   return operator_of(
       name,
@@ -146,6 +152,8 @@ struct Operators {
       matmul("TideGatedBf16MatMul", {abi::kFloat, abi::kBFloat16}),
       matmul("TideFp16MatMul", {abi::kFloat, abi::kFloat16}),
       matmul("TideGatedFp16MatMul", {abi::kFloat, abi::kFloat16}),
+      expert_matmul("TideBf16ExpertMatMul", {abi::kBFloat16}),
+      expert_matmul("TideFp16ExpertMatMul", {abi::kFloat16}),
       attention("TidePagedAttention", abi::kFloat),
       attention("TideInt8PagedAttention", abi::kInt8),
       operator_of("TideCausalConv", {kFloat, kFloat, kFloat, kInt64, kInt64, kFloat, kInt64}, {kFloat, kFloat}, 0, 4),
@@ -163,6 +171,9 @@ struct Operators {
       matmul("TideGatedInt8MatMul", {abi::kFloat, abi::kUInt8, abi::kFloat}),
       outlier_matmul("TideInt4OutlierMatMul"),
       outlier_matmul("TideGatedInt4OutlierMatMul"),
+      expert_matmul("TideInt4ExpertMatMul", {abi::kUInt8, kFloat}),
+      expert_matmul("TideInt8ExpertMatMul", {abi::kUInt8, kFloat}),
+      expert_matmul("TideMxfp4ExpertMatMul", {abi::kUInt8, abi::kUInt8}),
       operator_of("TideIntegerLayers", {kAnything}, {kAnything}, 0, 0),
   };
 };
@@ -174,9 +185,16 @@ std::unique_ptr<Node> node_of(std::string const& name, Attributes const& attribu
     std::string const prefix = gated ? "TideGated" : "Tide";
     if (name == prefix + "Bf16MatMul") return half_matmul_node(HalfFormat::kBf16, gated);
     if (name == prefix + "Fp16MatMul") return half_matmul_node(HalfFormat::kFp16, gated);
-    if (name == prefix + "Int4MatMul" || name == prefix + "Int4OutlierMatMul") return integer_matmul_node(4, gated);
-    if (name == prefix + "Int8MatMul") return integer_matmul_node(8, gated);
+    if (name == prefix + "Int4MatMul" || name == prefix + "Int4OutlierMatMul") {
+      return integer_matmul_node(IntegerFormat::kInt4, gated);
+    }
+    if (name == prefix + "Int8MatMul") return integer_matmul_node(IntegerFormat::kInt8, gated);
   }
+  if (name == "TideBf16ExpertMatMul") return half_expert_matmul_node(HalfFormat::kBf16);
+  if (name == "TideFp16ExpertMatMul") return half_expert_matmul_node(HalfFormat::kFp16);
+  if (name == "TideInt4ExpertMatMul") return integer_expert_matmul_node(IntegerFormat::kInt4);
+  if (name == "TideInt8ExpertMatMul") return integer_expert_matmul_node(IntegerFormat::kInt8);
+  if (name == "TideMxfp4ExpertMatMul") return integer_expert_matmul_node(IntegerFormat::kMxfp4);
   if (name == "TidePagedAttention") return attention_node(false, attributes);
   if (name == "TideInt8PagedAttention") return attention_node(true, attributes);
   if (name == "TideCausalConv") return causal_conv_node(attributes);

@@ -1,7 +1,9 @@
 #include "quantized_matmul.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "weight_copies.h"
 
@@ -19,16 +21,26 @@ bool as_float16(float value, std::uint16_t& half) {
   return true;
 }
 
-bool all_float16(float const* values, std::int64_t count) {
+bool all_float16(IntegerWeights const& weights) {
   std::uint16_t half;
-  return std::all_of(values, values + count, [&](float value) { return as_float16(value, half); });
+  std::int64_t const count = weights.matrices * weights.rows * weights.blocks;
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (!as_float16(weights.scale(i), half)) return false;
+  }
+  return true;
 }
 
 }  // namespace
 
+float IntegerWeights::scale(std::int64_t index) const {
+  if (format != IntegerFormat::kMxfp4) return static_cast<float const*>(scales)[index];
+  int const stored = static_cast<std::uint8_t const*>(scales)[index];
+  return stored == 255 ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(0.5f, stored - 127);
+}
+
 PackedWeights::PackedWeights(IntegerWeights const& weights)
     : matrices(weights.matrices), rows(weights.rows), blocks(weights.blocks), block_size(weights.block_size),
-      bits(weights.bits), scale_bytes(all_float16(weights.scales, matrices * rows * blocks) ? 2 : 4),
+      scale_bytes(all_float16(weights) ? 2 : 4), format(weights.format), in_turn(weights.in_turn),
       memory_(weight_memory(static_cast<std::size_t>(panels() * panel_bytes()))) {}
 
 }  // namespace tide_ops
@@ -62,7 +74,7 @@ __mmask16 first_lanes(std::int64_t count) {
 
 // Multiplies kM rows of inputs from row m on by `count` rows of a panel; a lane is a row of weights. Blocks are added up
 // one after the other whatever the size of the tile.
-template <int kBits, int kM>
+template <IntegerFormat kFormat, int kM>
 inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int64_t m, PackedWeights const& weights,
                                                 std::int64_t panel, std::int64_t count, float* y,
                                                 std::int64_t y_stride) {
@@ -75,6 +87,13 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int
   char const* numbers = x.rows + m * x_stride;
   char const *scales = numbers + x.scales(), *starts = numbers + x.starts();
   __m512i const nibble = _mm512_set1_epi8(15);
+  // Twice the number of each code of E2M1, and 12.
+  __m512i const doubled = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  auto const low_nibbles = [&](__m512i both) {
+    __m512i const codes = _mm512_and_si512(both, nibble);
+    return kFormat == IntegerFormat::kMxfp4 ? _mm512_shuffle_epi8(doubled, codes) : codes;
+  };
   __m512 sums[kM][kN];
 #pragma GCC unroll 8
   for (int row = 0; row < kM; ++row) {
@@ -103,12 +122,12 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int
       for (int n = 0; n < kN; ++n) {
         both[n] = _mm512_load_si512(from + n * kVector);
         __builtin_prefetch(from + n * kVector + kAhead);
-        integers[n] = kBits == 4 ? _mm512_and_si512(both[n], nibble) : both[n];
+        integers[n] = kFormat == IntegerFormat::kInt8 ? both[n] : low_nibbles(both[n]);
       }
       multiply(integers, numbers + 4 * vector);
-      if (kBits == 8) continue;
+      if (kFormat == IntegerFormat::kInt8) continue;
 #pragma GCC unroll 2
-      for (int n = 0; n < kN; ++n) integers[n] = _mm512_and_si512(_mm512_srli_epi16(both[n], 4), nibble);
+      for (int n = 0; n < kN; ++n) integers[n] = low_nibbles(_mm512_srli_epi16(both[n], 4));
       multiply(integers, numbers + half + 4 * vector);
     }
     __m512 weight_scales[kN];
@@ -138,27 +157,26 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int
 }
 
 // Multiplies `rows` rows of inputs, of kM at most.
-template <int kBits, int kM>
+template <IntegerFormat kFormat, int kM>
 void tile_of(std::int64_t rows, RoundedInputs const& x, std::int64_t m, PackedWeights const& weights,
              std::int64_t panel, std::int64_t count, float* y, std::int64_t y_stride) {
   if constexpr (kM > 1) {
-    if (rows < kM) return tile_of<kBits, kM - 1>(rows, x, m, weights, panel, count, y, y_stride);
+    if (rows < kM) return tile_of<kFormat, kM - 1>(rows, x, m, weights, panel, count, y, y_stride);
   }
-  tile<kBits, kM>(x, m, weights, panel, count, y, y_stride);
+  tile<kFormat, kM>(x, m, weights, panel, count, y, y_stride);
 }
 
-template <int kBits>
-void multiply(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t n,
+template <IntegerFormat kFormat>
+void multiply(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t panel,
               std::int64_t count, float* const (&y)[2], std::int64_t y_stride) {
-  constexpr std::int64_t kRows = PackedWeights::kRows;
-  std::int64_t panel = n / kRows * weights.matrices;
-  for (std::int64_t done = 0; done < count; done += kRows) {
-    for (std::int64_t matrix = 0; matrix < weights.matrices; ++matrix, ++panel) {
+  int const matrices = weights.in_turn ? 2 : 1;
+  for (std::int64_t done = 0; done < count; done += PackedWeights::kRows) {
+    for (int matrix = 0; matrix < matrices; ++matrix, ++panel) {
       for (std::int64_t m = 0, rows; m < m_size; m += rows) {  // rows are divided evenly, so that no tile is small
         std::int64_t const left = m_size - m, tiles = (left + kTileRows - 1) / kTileRows;
         rows = (left + tiles - 1) / tiles;
         float* const to = y[matrix] + m * y_stride + done;
-        tile_of<kBits, kTileRows>(rows, x, m, weights, panel, count - done, to, y_stride);
+        tile_of<kFormat, kTileRows>(rows, x, m, weights, panel, count - done, to, y_stride);
       }
     }
   }
@@ -188,20 +206,22 @@ bool integers_supported() {
 
 void PackedWeights::fill(IntegerWeights const& weights, std::int64_t panel) {
   std::uint8_t* to = memory_.get() + panel * panel_bytes();
-  std::int64_t const in_matrix = panel / matrices * kRows, first = panel % matrices * rows + in_matrix;
-  std::int64_t const stored = std::min(kRows, rows - in_matrix), bytes = block_size * bits / 8;
+  std::int64_t const matrix = in_turn ? panel % matrices : panel / panels_of_one();
+  std::int64_t const in_matrix = (in_turn ? panel / matrices : panel % panels_of_one()) * kRows;
+  std::int64_t const first = matrix * rows + in_matrix;
+  std::int64_t const stored = std::min(kRows, rows - in_matrix), bytes = block_size * bits_of(format) / 8;
   for (std::int64_t block = 0; block < blocks; ++block, to += kRows * (bytes + scale_bytes)) {
     std::uint8_t* const scales = to + kRows * bytes;
     for (std::int64_t row = 0; row < kRows; ++row) {
       alignas(64) std::uint8_t integers[256];
       if (row < stored) {
         std::uint8_t const* const from = weights.integers + (first + row) * weights.row_bytes() + block * bytes;
-        float const scale = weights.scales[(first + row) * blocks + block];
+        float const scale = weights.scale((first + row) * blocks + block);
         std::uint16_t narrow = 0;
         if (scale_bytes == 2) as_float16(scale, narrow);
         std::memcpy(scales + row * scale_bytes, scale_bytes == 2 ? static_cast<void const*>(&narrow) : &scale,
                     static_cast<std::size_t>(scale_bytes));
-        if (bits == 8) {
+        if (format == IntegerFormat::kInt8) {
           std::memcpy(integers, from, static_cast<std::size_t>(bytes));
         } else {
           join_halves(from, bytes, integers);
@@ -219,6 +239,7 @@ void RoundedInputs::round(float const* x, std::int64_t k_size, std::int64_t m, s
   char* const row = rows + m * stride() + first * block_size;
   auto* const row_scales = reinterpret_cast<float*>(rows + m * stride() + scales()) + first;
   auto* const row_starts = reinterpret_cast<std::int32_t*>(rows + m * stride() + starts()) + first;
+  int const excess = format == IntegerFormat::kInt4 ? 8 : format == IntegerFormat::kInt8 ? 128 : 12;
   for (std::int64_t block = 0; block * block_size < k_size; ++block) {
     std::int64_t const begin = block * block_size;
     __m512 largest = _mm512_setzero_ps();
@@ -235,13 +256,17 @@ void RoundedInputs::round(float const* x, std::int64_t k_size, std::int64_t m, s
       sum = _mm512_add_epi32(sum, rounded);
     }
     row_scales[block] = most / 127.0f;
-    row_starts[block] = (bits == 4 ? -8 : -128) * _mm512_reduce_add_epi32(sum);
+    row_starts[block] = -excess * _mm512_reduce_add_epi32(sum);
   }
 }
 
-void multiply_integers(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t n,
+void multiply_integers(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t panel,
                        std::int64_t count, float* const (&y)[2], std::int64_t y_stride) {
-  (weights.bits == 4 ? multiply<4> : multiply<8>)(x, m_size, weights, n, count, y, y_stride);
+  switch (weights.format) {
+    case IntegerFormat::kInt4: return multiply<IntegerFormat::kInt4>(x, m_size, weights, panel, count, y, y_stride);
+    case IntegerFormat::kInt8: return multiply<IntegerFormat::kInt8>(x, m_size, weights, panel, count, y, y_stride);
+    case IntegerFormat::kMxfp4: return multiply<IntegerFormat::kMxfp4>(x, m_size, weights, panel, count, y, y_stride);
+  }
 }
 
 TIDE_END_TARGET

@@ -49,7 +49,14 @@ def run(model: ir.Model) -> np.ndarray:
 
 
 WHOLE = ROTATE.format(x="x", half="b", y="y")
+HALVES = """c0 = Cos (angles)  s0 = Sin (angles)  cos = Mul (c0, factor)  sin = Mul (s0, factor)
+    cos_4d = Unsqueeze (cos, one)  sin_4d = Unsqueeze (sin, one)
+    first, second = Split <axis = -1, num_outputs = 2> (x)
+    a0 = Mul (first, cos_4d)  a1 = Mul (second, sin_4d)  left = Sub (a0, a1)
+    b0 = Mul (second, cos_4d)  b1 = Mul (first, sin_4d)  right = Add (b0, b1)
+    y = Concat <axis = -1> (left, right)"""
 FOUND = {
+    "half by half": (ANGLES.format(width="four") + HALVES, 0),
     "scaled": (ANGLES.format(width="four") + SCALED + WHOLE, 0),
     "chosen by sections, of a part": (ANGLES.format(width="two") + CHOSEN + PART, 4),
 }
@@ -82,6 +89,14 @@ def test_two_rotations_share_their_tables() -> None:
     assert sorted(node.op_type for node in model.graph) == ["Add", "Add", "RotaryEmbedding", "RotaryEmbedding"]
     assert len(model.graph.initializers) == 2
     np.testing.assert_allclose(run(model), before, atol=1e-6)
+
+
+def test_cosines_of_another_width_are_left() -> None:
+    """One for all numbers of a half, broadcast."""
+    body = ANGLES.format(width="factor") + HALVES
+    before, model = run(model_of(body)), model_of(body)
+    assert not SplitRotationsPass()(model).modified
+    np.testing.assert_array_equal(run(model), before)
 
 
 def test_halves_that_differ_are_left() -> None:

@@ -12,7 +12,21 @@ import onnx_ir as ir
 import packed_checkpoints
 import pytest
 import torch
-from packed_checkpoints import AWQ, GPT2, GPTQ, IDS, LLAMA, MIXTRAL, V2, Quantizer, awq, float_twin, gptq, write
+from packed_checkpoints import (
+    AWQ,
+    GPT2,
+    GPTQ,
+    IDS,
+    LLAMA,
+    MIXTRAL,
+    V2,
+    Quantizer,
+    awq,
+    float_twin,
+    gptq,
+    write,
+    write_mxfp4,
+)
 from private_memory import peak_of_private_memory
 from tiny_engines import engine_of, pieces_of
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -26,10 +40,17 @@ from tide_export.compose.step_graph import compose
 from tide_export.errors import ConfigError
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.model.quantized_experts import JoinedMatrix
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of
 from tide_export.model.quantized_modules import LARGE
 from tide_export.model.source import load_model
-from tide_export.names.operators import OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTEGER_MATMUL
+from tide_export.names.operators import (
+    OP_GATED_MATMUL,
+    OP_HALF_MATMUL,
+    OP_INTEGER_EXPERTS,
+    OP_INTEGER_MATMUL,
+    OP_MXFP4_EXPERTS,
+)
 from tide_export.pipeline.flow import export
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.random_routers import random_routers
@@ -41,6 +62,7 @@ PROMPTS = [IDS[0].tolist(), [7], [(i * 37) % 90 + 3 for i in range(30)]]
 TIED = LlamaConfig(**LLAMA.to_diff_dict() | {"tie_word_embeddings": True, "attention_bias": True})
 INTEGERS = {bits: {plain, OP_GATED_MATMUL[plain]} for bits, plain in OP_INTEGER_MATMUL.items()}
 WITH_ZEROS = {"MatMulNBits"}
+ANY = {*INTEGERS[4], *INTEGERS[8], *WITH_ZEROS, *OP_INTEGER_EXPERTS.values()}
 FUSED = [1, 1, 1, 1, 1, 2, 2, 3, 3]  # head; o and down of each layer; gate and up; q, k and v
 APART = [1, 1, 1, 1, 1, 1, 1, 1, 1, 3, 3]  # gate and up apart, which have no such operator with zero points
 
@@ -60,6 +82,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Quantizer, bool, set[str], list[int]
         *(GPT2, GPTQ | {"bits": 8}, gptq(8, symmetric=True), True, {OP_INTEGER_MATMUL[8]}, [1] * 8),
     ),
     "awq": (LLAMA, AWQ, awq, False, WITH_ZEROS, APART),
+    "gptq, experts": (
+        *(MIXTRAL, GPTQ, gptq(symmetric=True), True, {OP_INTEGER_MATMUL[4], OP_INTEGER_EXPERTS[OP_INTEGER_MATMUL[4]]}),
+        [1] * 3 + [3] * 2 + [4] * 4,  # head and o; q, k and v; the four experts' gate and up, and down, of each layer
+    ),
+    "awq, experts": (MIXTRAL, AWQ, awq, False, WITH_ZEROS, [1] * 19 + [3] * 2),
 }
 
 
@@ -71,8 +98,9 @@ def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path
     source, plain = load_model(tmp_path / "model", packed=True), load_model(tmp_path / "model")
     assert source.quantized is not None
     assert source.quantized.settings == Quantization("checkpoint", settings["bits"], 32, symmetric, 4)
-    weights = {name: twin.get_parameter(name).detach() for name in source.quantized.blocks}
-    assert all(source.model.get_parameter(name).is_meta for name in weights), "a packed weight is in memory"
+    weights = {name: matrix_of(twin, name) for name in source.quantized.blocks}
+    kept = {name if is_parameter(twin, name) else name.rpartition(".")[0] for name in weights}
+    assert all(source.model.get_parameter(name).is_meta for name in kept), "a packed weight is in memory"
     assert source.weights_sha256 == plain.weights_sha256
     assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
 
@@ -85,13 +113,14 @@ def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path
     for names, whole in found:
         for name, part in zip(names, whole.split([len(rows[name]) for name in names]), strict=True):
             matrix, expected = source.quantized.blocks[name], rows[name].numpy()
-            assert isinstance(matrix, CheckpointMatrix)
+            assert isinstance(matrix, CheckpointMatrix | JoinedMatrix)
             np.testing.assert_array_equal(matrix.values(), expected, err_msg=name)
-            in_order = expected if matrix.order is None else expected[:, matrix.order]
+            order = matrix.order if isinstance(matrix, CheckpointMatrix) else None
+            in_order = expected if order is None else expected[:, order]
             np.testing.assert_array_equal(part.values(), in_order, err_msg=name)
     assert restore(plain, bundle) is None, "the model has the values already"
     graph = inlined(bundle.path)
-    assert {node.op_type for node in graph.all_nodes()} & (INTEGERS[4] | INTEGERS[8] | WITH_ZEROS) == operators
+    assert {node.op_type for node in graph.all_nodes()} & ANY == operators
     assert not [name for name in graph.initializers if name.removesuffix(".T") in weights], "stored in float32 too"
 
     exact = check_full(float32_engine(bundle, 1), source, PROMPTS, 8)
@@ -100,6 +129,18 @@ def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path
     assert exact.max_error < 1e-4 * exact.largest_logit
     rounded = check_full(deployed, source, PROMPTS, 8, tolerance=TOLERANCES["int8 matmuls"])
     assert rounded.holds, (rounded.max_error, rounded.largest_logit, rounded.differences)
+
+
+def is_parameter(model: Any, name: str) -> bool:
+    return name in dict(model.named_parameters())
+
+
+def matrix_of(model: Any, name: str) -> torch.Tensor:
+    """The parameter `name`, or that of the expert whose number ends the name."""
+    if is_parameter(model, name):
+        return model.get_parameter(name).detach()
+    parameter, _, expert = name.rpartition(".")
+    return model.get_parameter(parameter).detach()[int(expert)]
 
 
 def inlined(bundle: Path) -> ir.Graph:
@@ -117,8 +158,12 @@ def test_integers_that_no_operator_takes_are_widened(bits: int, tmp_path: Path) 
     assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
 
 
-def test_experts_are_widened_and_the_rest_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, _ = write(tmp_path / "model", MIXTRAL, GPTQ, gptq(symmetric=True))
+def test_experts_in_another_order_are_widened_and_the_rest_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a token's experts would read its inputs in an order of its own."""
+    by_activation = gptq(second_version=True, act_order=True, symmetric=True)
+    tensors, _ = write(tmp_path / "model", MIXTRAL, GPTQ | V2 | {"desc_act": True}, by_activation)
     source = load_model(tmp_path / "model", packed=True)
     assert source.quantized is not None
     kinds = {name.split(".")[-2] for name in source.quantized.blocks}
@@ -128,6 +173,30 @@ def test_experts_are_widened_and_the_rest_is_kept(tmp_path: Path, monkeypatch: p
     assert threads == {threading.get_ident()}, "a module's weight is there only while one thread runs it"
     twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
     assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
+
+
+@pytest.mark.parametrize("accuracy_level", [4, 1])
+def test_experts_in_mxfp4_stay_in_their_codes(tmp_path: Path, accuracy_level: int) -> None:
+    dense = write_mxfp4(tmp_path / "model")
+    source, plain = load_model(tmp_path / "model", packed=True), load_model(tmp_path / "model")
+    assert source.quantized is not None
+    assert source.quantized.settings == Quantization("checkpoint", 4, 32, True, 4)
+    assert source.weights_sha256 == plain.weights_sha256
+    assert torch.equal(source.run(IDS, []).logits, plain.run(IDS, []).logits)
+    for name, values in dense.items():
+        assert source.model.get_parameter(name).is_meta
+        assert torch.equal(source.weight(name), values)
+    bundle = open_bundle(exported(tmp_path, accuracy_level=accuracy_level))
+    operators = [node.op_type for node in inlined(bundle.path).all_nodes()]
+    assert operators.count(OP_MXFP4_EXPERTS) == (4 if accuracy_level == 4 else 0)
+    assert operators.count("MatMulNBits") == (0 if accuracy_level == 4 else 16)
+    for names, whole in stored_matrices(bundle):
+        for name, part in zip(names, whole.split([whole.rows // len(names)] * len(names)), strict=True):
+            parameter, _, expert = name.rpartition(".")
+            np.testing.assert_array_equal(part.values(), dense[parameter][int(expert)].T)
+    exact = check_full(float32_engine(bundle, 1), source, PROMPTS, 8)
+    assert exact.holds, exact.differences
+    assert exact.max_error < 1e-4 * exact.largest_logit
 
 
 def test_groups_that_no_block_fits_are_not_cut() -> None:

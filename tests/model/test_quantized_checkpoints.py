@@ -26,9 +26,10 @@ from packed_checkpoints import (
     gptq,
     replace,
     write,
+    write_mxfp4,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM
 
 from tide_export.cli.main import main
 from tide_export.errors import ModelError, UnsupportedModelError
@@ -65,7 +66,6 @@ def fp8(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     return {"weight": small, "weight_scale_inv": scales}, (small.float() * wide).T.numpy()
 
 
-E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # the numbers of three bits of MXFP4; the fourth is the sign
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -111,23 +111,9 @@ def test_weights_are_what_the_integers_stand_for(case: str, tmp_path: Path) -> N
 
 def test_mxfp4_is_read_on_a_cpu(tmp_path: Path) -> None:
     """Experts in blocks of 32 4-bit floating-point numbers, by transformers: every number is one of bfloat16."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 4}
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**heads, **sizes, pad_token_id=0)).bfloat16()
-    model.save_pretrained(tmp_path)
-    tensors, dense = load_file(tmp_path / "model.safetensors"), {}
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        codes = torch.randint(16, (experts, outputs, inputs // 32, 32), generator=generator)
-        scales = torch.randint(118, 126, (experts, outputs, inputs // 32), generator=generator)
-        values = torch.tensor(E2M1)[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales[..., None] - 127)
-        dense[name] = values.reshape(experts, outputs, inputs).transpose(1, 2)
-        tensors[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
-        tensors[f"{name}_scales"] = scales.to(torch.uint8)
-    replace(tmp_path, {"quant_method": "mxfp4"}, tensors)
+    dense = write_mxfp4(tmp_path)
     source = load_model(tmp_path)
-    assert len(dense) == 2
+    assert len(dense) == 4
     for name, values in dense.items():
         assert torch.equal(source.model.get_parameter(name), values), name
     assert source.exact_in == ("bf16",)

@@ -24,6 +24,8 @@ HELD = {
     "lfm2": {"TideCausalConv", "Transpose", "Split"},
     "falcon_h1": {"TideCausalConv", "TideRecurrence", "Softplus", "Exp"},
     "qwen3_5 (text)": {"TidePagedAttention", "RotaryEmbedding", "Neg", "Cos", "ScatterND"},
+    "qwen3_moe": {"TideBf16ExpertMatMul", "TideGate", "Mul", "Split", "Expand"},
+    "gpt_oss": {"TideBf16ExpertMatMul", "TidePagedAttention", "Mul", "Clip", "Split", "Cos", "Expand"},
 }
 
 

@@ -14,7 +14,7 @@ from tide_export.bundle.manifest import Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import BundleError
 from tide_export.lower.onnxruntime.layers import inline_layers
-from tide_export.names.operators import OP_GATED_MATMUL, OP_INTEGER_MATMUL
+from tide_export.names.operators import OP_GATED_MATMUL, OP_INTEGER_EXPERTS, OP_INTEGER_MATMUL
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -95,7 +95,8 @@ def _check_graph(family: str, path: Path, quantized) -> None:
         assert kinds.count(OP_INTEGER_MATMUL[8]) == LAYERS * 4 + 1
     if family == "qwen3_moe":
         experts = [n for n in graph.all_nodes() if "experts" in n.metadata_props.get("tide.weights", "")]
-        assert len(experts) == 2 * sum(".experts.gate_up_proj." in name for name in quantized.blocks)
+        assert {node.op_type for node in experts} == {OP_INTEGER_EXPERTS[OP_INTEGER_MATMUL[4]]}
+        assert len(experts) == 2 * sum(name.endswith(".experts.gate_up_proj.0") for name in quantized.blocks)
 
 
 def _check_restoring(bundle, source) -> None:

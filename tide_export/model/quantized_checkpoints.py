@@ -4,7 +4,8 @@ Dequantizes their weights to float32, or keeps their integers.
 
 Called by `source.load_model` before transformers reads any weight. For GPTQ and AWQ transformers needs packages with
 GPU kernels, although their format is simple (`quantized_integers`). So this module reads them while transformers loads
-the model, through its interface for quantizers. compressed-tensors, fp8 and mxfp4 use transformers' own dequantization.
+the model, through its interface for quantizers, and MXFP4 that is kept. compressed-tensors, fp8 and other mxfp4 use
+transformers' own dequantization.
 Checkpoints with more than quantized weights (activations, other methods) raise UnsupportedModelError.
 """
 
@@ -22,9 +23,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tide_export.errors import ModelError, UnsupportedModelError
+from tide_export.model.quantized_experts import MXFP4_BLOCK, NOT_A_NUMBER, IntegerExperts, Mxfp4Experts
 from tide_export.model.quantized_integers import IntegerWeight, read_awq, read_gptq
 from tide_export.model.quantized_modules import keep, widened
 
+MXFP4_PARAMETERS = ("gate_up_proj", "down_proj")
 ADVICE = "export the model it was made from, or a version quantized by GPTQ, AWQ or compressed-tensors (weights alone)"
 
 # Errors in the weights of the model being loaded: transformers only logs the traceback of an exception.
@@ -35,7 +38,7 @@ def prepare_quantized(config: PretrainedConfig, name: str, packed: bool = False)
     """Changes the `config` of a quantized model so that transformers loads it as float weights.
 
     Args:
-        packed: keep the matrices of GPTQ and AWQ packed, where a bundle can hold them so: for
+        packed: keep the matrices of GPTQ, AWQ and MXFP4 packed, where a bundle can hold them so: for
             `quantized_modules.widen_when_run`.
 
     Returns:
@@ -59,6 +62,8 @@ def prepare_quantized(config: PretrainedConfig, name: str, packed: bool = False)
         raise UnsupportedModelError(f"{name} is quantized with {method} and {problem}: {ADVICE}")
     if method == "compressed-tensors":
         _require_compressed_tensors(name)
+    if method == "mxfp4" and packed:
+        settings |= {"quant_method": "tide_export", "layout": "mxfp4", "bits": 4}
     if settings["quant_method"] == "tide_export":
         settings["packed"] = packed
     owner.quantization_config = settings
@@ -136,7 +141,7 @@ def _require_compressed_tensors(name: str) -> None:
 
 @register_quantization_config("tide_export")
 class _PackedConfig(QuantizationConfigMixin):
-    """The settings of a GPTQ or AWQ checkpoint, for `_PackedQuantizer`."""
+    """The settings of a GPTQ, AWQ or MXFP4 checkpoint, for `_PackedQuantizer`."""
 
     def __init__(self, bits: int, layout: str, group_size: int = 128, packed: bool = False, **_other: Any):
         self.quant_method: Any = "tide_export"
@@ -155,8 +160,14 @@ class _PackedQuantizer(HfQuantizer):
 
     serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012 (transformers' way)
 
+    def __init__(self, quantization_config: _PackedConfig, **other: Any):
+        super().__init__(quantization_config, **other)
+        self._mxfp4 = quantization_config.layout == "mxfp4"
+        if self._mxfp4:
+            self.serialized_names = {name: [f"{name}_blocks", f"{name}_scales"] for name in MXFP4_PARAMETERS}
+
     def get_load_operations(self) -> dict:
-        return {"dequantize": _Dequantize}
+        return {"dequantize": _KeepMxfp4 if self._mxfp4 else _Dequantize}
 
     def is_serializable(self) -> bool:
         return False
@@ -164,6 +175,33 @@ class _PackedQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+class _KeepMxfp4(ConversionOps):
+    """Keeps the experts of a layer in MXFP4; the model's parameter becomes one without memory."""
+
+    def __init__(self, hf_quantizer: _PackedQuantizer):
+        pass
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[torch.Tensor]]:
+        name, model = kwargs["full_layer_name"], kwargs["model"]
+        parameter = model.get_parameter_or_buffer(name)
+        path, _, attribute = name.rpartition(".")
+        tensors = {key.rpartition("_")[2]: one[0] if isinstance(one, list) else one for key, one in input_dict.items()}
+        missing = [part for part in ("blocks", "scales") if part not in tensors]
+        if missing:
+            raise _problem(f"weight {name} is in MXFP4 but has no {name}_{missing[0]}")
+        experts = Mxfp4Experts(tensors["blocks"], tensors["scales"])
+        if experts.codes.dim() != 4 or experts.exponents.shape != experts.codes.shape[:3]:
+            raise _problem(f"weight {name} has blocks {list(experts.codes.shape)} for scales of another number")
+        if experts.shape != tuple(parameter.shape) or experts.codes.shape[3] * 2 != MXFP4_BLOCK:
+            raise _problem(f"weight {name} is packed as {experts.shape}, but is {tuple(parameter.shape)}")
+        if bool((experts.exponents == NOT_A_NUMBER).any()):
+            raise _problem(f"weight {name} holds NaN or infinity")
+        keep(model.get_submodule(path), attribute, experts)
+        return {name: [torch.empty_like(parameter, device="meta")]}
 
 
 class _Dequantize(ConversionOps):
@@ -188,20 +226,41 @@ class _Dequantize(ConversionOps):
         for key, tensors in input_dict.items():
             prefix, _, part = key.rpartition(".")
             modules.setdefault(prefix, {})[part] = tensors if isinstance(tensors, list) else [tensors]
-        converted = {}
+        read, inputs_first = dict[str, list[IntegerWeight | torch.Tensor]](), isinstance(owner, Conv1D)
         for prefix, parts in modules.items():
-            expected, inputs_first = None if prefix else tuple(parameter.shape), isinstance(owner, Conv1D)
-            weights = [
+            expected = None if prefix else tuple(parameter.shape)
+            read[prefix] = [
                 self._weight(full_layer_name, dict(zip(parts, tensors, strict=True)), inputs_first, expected)
                 for tensors in zip(*parts.values(), strict=True)
             ]
-            if self.settings.packed and expected is not None and keep(owner, weights[0]):
-                converted[full_layer_name] = [torch.empty_like(parameter, device="meta")]
-                continue
-            converted[f"{prefix}.weight" if prefix else full_layer_name] = [
-                widened(weight, inputs_first).to(parameter.dtype).contiguous() for weight in weights
+        attribute = full_layer_name.rpartition(".")[2]
+        if self.settings.packed and list(read) == [""] and keep(owner, attribute, read[""][0]):
+            return {full_layer_name: [torch.empty_like(parameter, device="meta")]}
+        kept = self.settings.packed and self._keep_experts(owner, attribute, parameter, read)
+        return {
+            f"{prefix}.weight" if prefix else full_layer_name: [
+                torch.empty(weight.shape[::-1], device="meta")  # for the model's own conversion to stack
+                if kept and isinstance(weight, IntegerWeight)
+                else widened(weight, inputs_first).to(parameter.dtype).contiguous()
+                for weight in weights
             ]
-        return converted
+            for prefix, weights in read.items()
+        }
+
+    def _keep_experts(
+        self,
+        owner: torch.nn.Module,
+        attribute: str,
+        parameter: torch.Tensor,
+        read: dict[str, list[IntegerWeight | torch.Tensor]],
+    ) -> bool:
+        """Keeps the matrices of all experts, by the patterns of their names, if operators multiply by them."""
+        weights = [weight for weights in read.values() for weight in weights]
+        integers = [weight for weight in weights if isinstance(weight, IntegerWeight)]
+        if "" in read or len(integers) < len(weights) or len({len(weights) for weights in read.values()}) != 1:
+            return False
+        experts = IntegerExperts([*zip(*read.values(), strict=True)])
+        return experts.shape == tuple(parameter.shape) and keep(owner, attribute, experts)
 
     def _weight(
         self, name: str, parts: dict[str, torch.Tensor], inputs_first: bool, expected: tuple[int, ...] | None
@@ -210,22 +269,23 @@ class _Dequantize(ConversionOps):
             return parts["weight"]
         missing = [part for part in ("qzeros", "scales") if part not in parts]
         if missing:
-            raise self._problem(f"weight {name} has a qweight but no {missing[0]}")
+            raise _problem(f"weight {name} has a qweight but no {missing[0]}")
         integers = self.settings.read(parts)
         (inputs, outputs), shapes = integers.shape, (integers.scales.shape, integers.zeros.shape)
         shape = (inputs, outputs) if inputs_first else (outputs, inputs)
         if expected not in (None, shape) or any(s[1] != outputs for s in shapes):
-            raise self._problem(f"weight {name} is packed as {shape} with {self.settings.bits} bits, but is {expected}")
+            raise _problem(f"weight {name} is packed as {shape} with {self.settings.bits} bits, but is {expected}")
         groups = int(integers.groups.max()) + 1
         if int(integers.groups.min()) < 0 or any(s[0] < groups for s in shapes):
-            raise self._problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
+            raise _problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
         return integers
 
-    def _problem(self, sentence: str) -> ModelError:
-        _problems.get().append(sentence)
-        return ModelError(sentence)
+
+def _problem(sentence: str) -> ModelError:
+    _problems.get().append(sentence)
+    return ModelError(sentence)
 
 
 def loading_problem() -> str | None:
-    """Returns why `_Dequantize` could not read the model that has just failed to load; None if it could."""
+    """Returns why the weights could not be read of the model that has just failed to load; None if it could."""
     return next(iter(_problems.get([])), None)  # []: it failed before any weight was read

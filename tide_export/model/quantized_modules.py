@@ -7,6 +7,7 @@ float32 numbers. Packed integers, and large matrices in 16 bits beside them, sta
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -16,43 +17,49 @@ from transformers.pytorch_utils import Conv1D
 
 from tide_export.bundle.manifest import CHECKPOINT, INT8_MATMULS, Quantization
 from tide_export.common.memory import FreeMemory
+from tide_export.model.quantized_experts import MXFP4_BLOCK, IntegerExperts, Mxfp4Experts
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of, is_symmetric
-from tide_export.model.quantized_weights import QuantizedWeights
+from tide_export.model.quantized_weights import Fp8Matrix, IntegerMatrix, QuantizedWeights
 from tide_export.model.structure import offload_hooks
 
 LARGE = 2**19  # numbers from which on a matrix in 16 bits is kept
-KEPT = "_tide_kept_weight"
+KEPT = "_tide_kept_weights"
+
+Kept = IntegerWeight | Mxfp4Experts | IntegerExperts | torch.Tensor
 
 
-def keep(module: nn.Module, weight: IntegerWeight | torch.Tensor) -> bool:
-    """Notes that `weight` is that of `module`, until `widen_when_run`.
+def keep(module: nn.Module, name: str, weight: Kept) -> bool:
+    """Notes that `weight` is parameter `name` of `module`, until `widen_when_run`.
 
     Returns False where it is not one to keep.
     """
-    if isinstance(weight, IntegerWeight):
+    if isinstance(weight, torch.Tensor):
+        kept = weight.dim() == 2 and weight.numel() >= LARGE and weight.element_size() == 2
+    elif isinstance(weight, IntegerWeight):
         kept = block_size_of(weight) is not None
     else:
-        kept = weight.dim() == 2 and weight.numel() >= LARGE and weight.element_size() == 2
+        kept = isinstance(weight, Mxfp4Experts) or weight.is_kept
     if kept:
-        setattr(module, KEPT, weight)
+        vars(module).setdefault(KEPT, {})[name] = weight
     return kept
 
 
-def widened(weight: IntegerWeight | torch.Tensor, inputs_first: bool) -> torch.Tensor:
+def widened(weight: Kept, inputs_first: bool) -> torch.Tensor:
     """Returns the float32 numbers of `weight`.
 
-    They are [K, N] of integers where `inputs_first`, else a view [N, K] of that.
+    They are [K, N] of integers where `inputs_first`, else a view [N, K] of that; of experts, as the model has them.
     """
     if isinstance(weight, torch.Tensor):
         return weight.float()
-    return weight.dequantize() if inputs_first else weight.dequantize().T
+    dense = weight.dequantize()
+    return dense.T if isinstance(weight, IntegerWeight) and not inputs_first else dense
 
 
 def kept_in_16_bits(module: nn.Module, name: str) -> torch.Tensor | None:
     """Returns parameter `name` of `module` as its checkpoint has it, if it is a matrix in 16 bits."""
     for hook in offload_hooks(module):
-        if name == "weight" and isinstance(hook.weights_map, _Stored):
-            weight = hook.weights_map.weight
+        if isinstance(hook.weights_map, _Stored):
+            weight = hook.weights_map.kept.get(name)
             return weight if isinstance(weight, torch.Tensor) else None
     return None
 
@@ -63,52 +70,67 @@ def widen_when_run(model: PreTrainedModel) -> QuantizedWeights | None:
     Returns:
         The matrices of integers; None where none was kept.
     """
-    kept = {id(module.weight): vars(module).pop(KEPT) for module in model.modules() if KEPT in vars(module)}
+    kept: dict[int, Kept] = {}
+    for module in model.modules():
+        for name, weight in vars(module).pop(KEPT, {}).items():
+            kept[id(getattr(module, name))] = weight
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    weights = {names[key]: weight for key, weight in kept.items() if isinstance(weight, IntegerWeight)}
     free = FreeMemory()
-    for module in [module for module in model.modules() if id(getattr(module, "weight", None)) in kept]:
-        others = {name: tensor.detach() for name, tensor in module.named_parameters(recurse=False) if name != "weight"}
-        stored = _Stored(kept[id(module.weight)], isinstance(module, Conv1D), others, free)
+    for module in list(model.modules()):
+        parameters = dict(module.named_parameters(recurse=False))
+        own = {name: kept[id(tensor)] for name, tensor in parameters.items() if id(tensor) in kept}
+        if not own:
+            continue
+        others = {name: tensor.detach() for name, tensor in parameters.items() if name not in own}
+        stored = _Stored(own, isinstance(module, Conv1D), others, free)
         add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=stored))
         vars(model)["hf_device_map"] = {"": "cpu"}  # as accelerate says that weights come and go: not for threads
+    return _quantized({names[key]: weight for key, weight in kept.items() if not isinstance(weight, torch.Tensor)})
+
+
+def _quantized(weights: Mapping[str, Any]) -> QuantizedWeights | None:
+    """Returns the matrices of parameters that are kept, by the parameters' names."""
+    integers = list[IntegerWeight]()
+    for weight in weights.values():
+        integers += weight.weights if isinstance(weight, IntegerExperts) else []
+        integers += [weight] if isinstance(weight, IntegerWeight) else []
     if not weights:
         return None
-    sizes = [size for weight in weights.values() if (size := block_size_of(weight)) is not None]
+    sizes = [size for weight in integers if (size := block_size_of(weight)) is not None]
     settings = Quantization(
         method=CHECKPOINT,
-        bits=next(iter(weights.values())).bits,
-        block_size=min(sizes),
-        symmetric=all(map(is_symmetric, weights.values())),
+        bits=integers[0].bits if integers else 4,
+        block_size=min(sizes, default=MXFP4_BLOCK),
+        symmetric=all(map(is_symmetric, integers)),
         accuracy_level=INT8_MATMULS,
     )
-    matrices = {
-        name: CheckpointMatrix(weight, settings.block_size, settings.symmetric) for name, weight in weights.items()
-    }
+    matrices = dict[str, IntegerMatrix | Fp8Matrix]()
+    for name, weight in weights.items():
+        if isinstance(weight, IntegerWeight):
+            matrices[name] = CheckpointMatrix(weight, settings.block_size, settings.symmetric)
+            continue
+        experts = weight.matrices(settings.block_size) if isinstance(weight, IntegerExperts) else weight.matrices
+        matrices |= {f"{name}.{index}": matrix for index, matrix in enumerate(experts)}
     return QuantizedWeights(settings, matrices)
 
 
 class _Stored(Mapping[str, torch.Tensor]):
-    """The parameters of a module by name, float32, `weight` as the checkpoint has it."""
+    """The parameters of a module by name, float32, those of `kept` as the checkpoint has them."""
 
     def __init__(
-        self,
-        weight: IntegerWeight | torch.Tensor,
-        inputs_first: bool,
-        others: Mapping[str, torch.Tensor],
-        free: FreeMemory,
+        self, kept: Mapping[str, Kept], inputs_first: bool, others: Mapping[str, torch.Tensor], free: FreeMemory
     ):
-        self.weight, self._inputs_first, self._others, self._free = weight, inputs_first, others, free
+        self.kept, self._inputs_first, self._others, self._free = kept, inputs_first, others, free
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name != "weight":
+        if name not in self.kept:
             return self._others[name]
-        numbers = widened(self.weight, self._inputs_first)
+        numbers = widened(self.kept[name], self._inputs_first)
         self._free.used(numbers.nbytes)
         return numbers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("weight", *self._others))
+        return iter((*self.kept, *self._others))
 
     def __len__(self) -> int:
-        return 1 + len(self._others)
+        return len(self.kept) + len(self._others)

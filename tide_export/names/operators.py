@@ -10,7 +10,7 @@ OP_ATTENTION = "TideAttention"  # symbolic causal attention in the trace, attrib
 OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under the model's mask, replaced after the trace
 # Layers with a recurrent state, in the trace, as model-local functions and in cpp/ops; attributes `layer`, `number`.
 OP_CAUSAL_CONV, OP_RECURRENCE = STATE_OPERATORS = ("TideCausalConv", "TideRecurrence")
-OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights of each row's expert
+OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [T, c, K] times the weights of each token's k experts
 OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantized matrix, attribute `weights`
 OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
 # x [.., K] times [N, K], by the type of these weights; model-local functions and operators of cpp/ops.
@@ -21,6 +21,11 @@ OP_OUTLIER_MATMUL = "TideInt4OutlierMatMul"  # of x and, again, those of its inp
 INTEGER_MATMULS = (*OP_INTEGER_MATMUL.values(), OP_OUTLIER_MATMUL)
 # The products by an MLP's gate and up projections, one matrix after the other: SiLU(gate) * up; likewise both.
 OP_GATED_MATMUL = {name: name.replace("Tide", "TideGated") for name in (*OP_HALF_MATMUL.values(), *INTEGER_MATMULS)}
+# The products by the experts that each token chose, by the type or the bits of their weights; likewise both.
+OP_HALF_EXPERTS = {name: name.replace("MatMul", "ExpertMatMul") for name in OP_HALF_MATMUL.values()}
+OP_INTEGER_EXPERTS = {name: name.replace("MatMul", "ExpertMatMul") for name in OP_INTEGER_MATMUL.values()}
+OP_MXFP4_EXPERTS = "TideMxfp4ExpertMatMul"
+INTEGER_EXPERTS = (*OP_INTEGER_EXPERTS.values(), OP_MXFP4_EXPERTS)
 # Attention to K/V pages, by their type; likewise both.
 OP_PAGED_ATTENTION = {"float32": "TidePagedAttention", "int8": "TideInt8PagedAttention"}
 OP_GATE = "TideGate"  # [.., 2 W] -> SiLU of the first half times the second; likewise both
@@ -33,6 +38,7 @@ OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"
 # Every operator of cpp/ops.
 OPERATORS = (
     *(*OP_HALF_MATMUL.values(), *INTEGER_MATMULS, *OP_GATED_MATMUL.values()),
+    *(*OP_HALF_EXPERTS.values(), *INTEGER_EXPERTS),
     *(*OP_PAGED_ATTENTION.values(), *STATE_OPERATORS, OP_GATE, OP_LORA),
     *(OP_INTEGER_LAYERS, OP_LAYERS, OP_CANDIDATE, OP_LENS_CANDIDATE),
 )

@@ -192,7 +192,8 @@ def _read(tensor: Tensor, key: Any) -> Tensor | _Weights:
 
 def _product(rows: Tensor, weights: _Weights) -> Tensor:
     choice = weights.choice
-    return expert_product(rows, choice.expert, weights.stored, not weights.transposed, count=choice.bound)
+    experts = choice.expert[:, None]  # of rows as tokens with one each
+    return expert_product(rows[:, None], experts, weights.stored, not weights.transposed, count=choice.bound)[:, 0]
 
 
 def _add_rows(result: Tensor, _: int, rows: _Rows, states: Tensor) -> Tensor:

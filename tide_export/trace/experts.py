@@ -4,9 +4,9 @@ The model would sort tokens by expert.
 
 `transformers` lets a named function compute a layer's experts (`ExpertsInterface`), as it does for attention. The
 functions it has gather a copy of an expert's weights per token or loop over data-dependent slices, which cannot be
-traced. This one emits `tide::TideExpertMatMul`: rows [R, K], the expert of each row int64 [R] and the weights of all
-experts -> [R, N]. A row is a token and one of its experts; `lower` decides how rows meet their expert. Gate,
-activation, biases and routing weights remain the model's code.
+traced. This one emits `tide::TideExpertMatMul`: rows [T, c, K] of T tokens, where c is k or 1 (all of a token's experts
+read one row), the k experts of each token int64 [T, k] and the weights of all experts -> [T, k, N]. `lower` decides how
+rows meet their expert. Gate, activation, biases and routing weights remain the model's code.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -62,7 +62,7 @@ def expert_product(
     quantized: str | None = None,
     count: int | None = None,
 ) -> torch.Tensor:
-    """Emits the product of rows [R, K] with the weights of each one's expert [R], -> [R, N].
+    """Emits the product of rows [T, c, K] with the weights of each token's experts [T, k], -> [T, k, N].
 
     Args:
         weights: of all experts, [E, N, K], or [E, K, N] where `transposed`.
@@ -75,7 +75,7 @@ def expert_product(
     if quantized is not None:
         attributes |= {"weights": [quantized], "width": width}
         inputs.pop()
-    return symbolic(OP_EXPERT_MATMUL, inputs, attributes, (rows.shape[0], width))
+    return symbolic(OP_EXPERT_MATMUL, inputs, attributes, (*expert.shape, width))
 
 
 def emitter(quantized: Mapping[tuple[nn.Module, str], str]) -> Callable[..., torch.Tensor]:
@@ -95,16 +95,11 @@ def emitter(quantized: Mapping[tuple[nn.Module, str], str]) -> Callable[..., tor
         module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Tokens [T, D], experts and weights of each [T, k] -> [T, D]."""
-        tokens, width = hidden_states.shape
-        chosen = top_k_index.shape[-1]
-        expert = top_k_index.reshape(-1)
-        rows = hidden_states[:, None, :].expand(tokens, chosen, width).reshape(-1, width)
-        rows = product(module, rows, expert, "gate_up_proj" if module.has_gate else "up_proj")
+        rows = product(module, hidden_states[:, None], top_k_index, "gate_up_proj" if module.has_gate else "up_proj")
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-        rows = product(module, rows, expert, "down_proj")
+        rows = product(module, rows, top_k_index, "down_proj")
         if getattr(module, "has_post_expert_norm", False):
             rows = module.post_expert_norm(rows)
-        rows = rows * top_k_weights.reshape(-1, 1)
-        return rows.reshape(-1, chosen, width).sum(dim=1).to(hidden_states.dtype)
+        return (rows * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
 
     return emit_experts

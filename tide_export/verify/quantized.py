@@ -19,9 +19,16 @@ from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.layers import inline_layers
+from tide_export.model.quantized_experts import Mxfp4Matrix
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
-from tide_export.names.operators import INTEGER_MATMULS, OP_GATED_MATMUL, WEIGHTS_METADATA
+from tide_export.names.operators import (
+    INTEGER_EXPERTS,
+    INTEGER_MATMULS,
+    OP_GATED_MATMUL,
+    OP_MXFP4_EXPERTS,
+    WEIGHTS_METADATA,
+)
 from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.quantize.fp8 import round_to_fp8
 from tide_export.quantize.half import round_to_half
@@ -30,7 +37,8 @@ from tide_export.runtime.engine import Engine, open_engine
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
 FLOAT32_MATMULS = 1  # accuracy_level of MatMulNBits
-ALL_INTEGER_MATMULS = [name for plain in INTEGER_MATMULS for name in (plain, OP_GATED_MATMUL[plain])]
+PLAIN_OR_GATED = [name for plain in INTEGER_MATMULS for name in (plain, OP_GATED_MATMUL[plain])]
+ALL_INTEGER_MATMULS = [*PLAIN_OR_GATED, *INTEGER_EXPERTS]
 
 
 def restore(source: SourceModel, bundle: Bundle) -> float | None:
@@ -144,7 +152,8 @@ def stored_matrices(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
         for node in _graph(bundle).graph.all_nodes():
             if node.op_type not in ("MatMulNBits", *ALL_INTEGER_MATMULS, "GatherBlockQuantized"):
                 continue
-            indices = (0, 2, 3) if node.op_type == "GatherBlockQuantized" else (1, 2, 3)
+            experts = node.op_type in INTEGER_EXPERTS
+            indices = (0, 2, 3) if node.op_type == "GatherBlockQuantized" else (2, 3, 4) if experts else (1, 2, 3)
             arrays = [_array(node.inputs[i], weights) if i < len(node.inputs) else None for i in indices]
             packed, scales, last = arrays
             zeros, outliers = (None, last) if node.op_type in ALL_INTEGER_MATMULS else (last, None)
@@ -153,6 +162,11 @@ def stored_matrices(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
             bits = node.attributes["bits"].as_int()
             columns = node.attributes.get_int("K", 0)
             names = node.metadata_props[WEIGHTS_METADATA].split("\n")
+            if experts:
+                packed, scales = (array.reshape(-1, *array.shape[2:]) for array in (packed, scales))
+            if node.op_type == OP_MXFP4_EXPERTS:
+                matrix = Mxfp4Matrix(packed, scales)
+                packed, scales, bits = matrix.packed, matrix.scales, matrix.bits
             if node.op_type == "GatherBlockQuantized":
                 packed = packed.reshape(len(packed), scales.shape[1], -1)
                 columns = _columns(node, weights) or scales.shape[1] * node.attributes["block_size"].as_int()

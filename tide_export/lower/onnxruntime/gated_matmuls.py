@@ -4,7 +4,8 @@ It takes the place of two matmuls, the activation and a product, each with a sta
 threads meet once. Both matrices are stored as one, the rows of the gate first. The operators are model-local functions
 too, of the matmul without a gate and standard operators, which ONNX Runtime inlines where it lacks them.
 
-Where adapters may change what is between, it is one matmul by both matrices, the changes, and TideGate.
+Where adapters may change what is between, it is one matmul by both matrices, the changes, and TideGate. So it is where
+the model has both matrices as one, as experts have.
 
 Sound where nothing else reads what is between; after the passes that choose the matmuls' operators.
 """
@@ -26,6 +27,7 @@ from tide_export.graph.rewriting import (
     nodes_of,
     op_before,
     producer,
+    rank,
     replace_value,
     required,
     static_dim,
@@ -61,6 +63,13 @@ class GatedMatMulsPass(ir.passes.InPlacePass):
             function = gate_function(self.opset) if changed else gated_matmul_function(plain, self.opset)
             model.functions[function.identifier()] = function
             _replace(model.graph, mlp)
+            modified = True
+        for product, both in list(_halved(model)):
+            function = gate_function(self.opset)
+            model.functions[function.identifier()] = function
+            old = product.outputs[0]
+            result = op_before(product, OP_GATE, [both], domain=DOMAIN, dtype=old.dtype, shape=old.shape)
+            replace_value(old, result)
             modified = True
         return ir.passes.PassResult(model, modified=modified)
 
@@ -116,6 +125,24 @@ def _gated(model: ir.Model) -> Iterator[_Mlp]:
                 if read == (2, 1, 1) and gate is not up and _kind(gate) == _kind(up):
                     yield _Mlp(gate, up, (gate_lora, up_lora), [product, silu, sigmoid])
                     break
+
+
+def _halved(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Yields every Mul of SiLU of the first half of an operator's result by the second half, with that result."""
+    for product in nodes_of(model.graph, "Mul"):
+        for activated, up in (product.inputs, product.inputs[::-1]):
+            silu, split = producer(activated, "Mul"), producer(up, "Split")
+            if silu is None or split is None or len(split.outputs) != 2 or split.outputs[1] is not up:
+                continue
+            gate, both = split.outputs[0], required(split.inputs[0])
+            sigmoids = [producer(value, "Sigmoid") for value in silu.inputs if value is not gate]
+            halves = {last_dim(value) for value in split.outputs}
+            of_operator = (maker := both.producer()) is not None and maker.domain == DOMAIN
+            last = split.attributes.get_int("axis", 0) in (-1, (rank(both) or 0) - 1)
+            whole = len(sigmoids) == 1 and sigmoids[0] is not None and sigmoids[0].inputs[0] is gate
+            if whole and last and of_operator and len(halves) == 1 and None not in halves:
+                yield product, both
+                break
 
 
 def _matmul(value: ir.Value | None) -> tuple[ir.Node | None, ir.Node | None]:

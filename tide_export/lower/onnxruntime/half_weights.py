@@ -73,7 +73,7 @@ class HalfWeightsPass(ir.passes.InPlacePass):
         if min(static_dim(weight, 0), static_dim(weight, 1)) < MIN_SIZE:
             return False
         if weight not in self._exact:
-            self._exact[weight] = _is_exact_in(self.dtype.numpy(), required(weight.const_value))
+            self._exact[weight] = is_exact_in(self.dtype.numpy(), required(weight.const_value))
         return self._exact[weight]
 
     def _product(self, node: ir.Node, weights: ir.Value) -> ir.Value:
@@ -88,8 +88,8 @@ class HalfWeightsPass(ir.passes.InPlacePass):
         name = str(weight.name)
         if transposed:  # `lower.transposed_weights` names a transposed weight so
             name, rows, columns = name.removesuffix(".T") if name.endswith(".T") else f"{name}.T", columns, rows
-        narrowed = _narrowed(weight, self.dtype, transposed)
-        return derived_weight(graph, f"{name}.{self.weights}", (rows, columns), self.dtype, narrowed)
+        numbers = narrowed(weight, self.dtype, transposed)
+        return derived_weight(graph, f"{name}.{self.weights}", (rows, columns), self.dtype, numbers)
 
 
 def half_matmul_function(weights_type: str, opset: int) -> ir.Function:
@@ -108,21 +108,24 @@ def _is_product(gemm: ir.Node) -> bool:
     return not scaled and not attributes.get_int("transA", 0)
 
 
-def _is_exact_in(half: np.dtype, tensor: ir.TensorProtocol) -> bool:
+def is_exact_in(half: np.dtype, tensor: ir.TensorProtocol) -> bool:
+    """Whether all numbers of `tensor` are of that type."""
     if isinstance(tensor, WidenedTensor) and tensor.stored.dtype == half:
         return True
     values = tensor.numpy()
+    values = values.reshape(-1, values.shape[-1])
     with np.errstate(over="ignore"):  # some rows at a time: the weight may be read for this alone
         parts = (values[first : first + ROWS] for first in range(0, len(values), ROWS))
         return all(np.array_equal(part.astype(half).astype(np.float32), part) for part in parts)
 
 
-def _narrowed(weight: ir.Value, dtype: ir.DataType, transposed: bool) -> Callable[[], np.ndarray]:
+def narrowed(weight: ir.Value, dtype: ir.DataType, transposed: bool) -> Callable[[], np.ndarray]:
+    """Returns what computes the numbers of `weight` in that type, `transposed`: with its last two axes swapped."""
     tensor = required(weight.const_value)
 
     def compute() -> np.ndarray:
         values = tensor.stored if isinstance(tensor, WidenedTensor) else tensor.numpy()
         values = values.astype(dtype.numpy(), copy=False)
-        return np.ascontiguousarray(values.T if transposed else values)
+        return np.ascontiguousarray(values.swapaxes(-1, -2) if transposed else values)
 
     return compute

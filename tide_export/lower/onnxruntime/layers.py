@@ -27,10 +27,12 @@ from onnx_ir.passes import common as common_passes
 from tide_export.graph.rewriting import FLOAT, graph_of, is_weight, last_dim, new_node, rank, required
 from tide_export.names.operators import (
     DOMAIN,
+    INTEGER_EXPERTS,
     INTEGER_MATMULS,
     OP_CAUSAL_CONV,
     OP_GATE,
     OP_GATED_MATMUL,
+    OP_HALF_EXPERTS,
     OP_HALF_MATMUL,
     OP_INTEGER_LAYERS,
     OP_LAYERS,
@@ -40,7 +42,9 @@ from tide_export.names.operators import (
 )
 
 ALL_INTEGER_MATMULS = {name for plain in INTEGER_MATMULS for name in (plain, OP_GATED_MATMUL[plain])}
+ALL_INTEGER_MATMULS |= set(INTEGER_EXPERTS)
 HALF_MATMULS = {name for plain in OP_HALF_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
+HALF_MATMULS |= set(OP_HALF_EXPERTS.values())
 HEAVY = ALL_INTEGER_MATMULS | HALF_MATMULS | set(OP_PAGED_ATTENTION.values())
 NORMS = {("", "RMSNormalization"), ("", "LayerNormalization")}
 SKIP_NORMS = {
@@ -48,8 +52,10 @@ SKIP_NORMS = {
     ("com.microsoft", "SkipLayerNormalization"),
 }
 UNARY, BINARY, RESHAPES = ("Sigmoid", "Softplus", "Exp", "Gelu"), ("Add", "Mul"), ("Reshape", "Unsqueeze")
+FIRST_ALONE = ("Split", "Clip", "Slice", "ReduceSum")  # whose other inputs are constants, written as attributes
 ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_interleaved")
 LORA_ATTRIBUTES = ("offset", "rank", "column", "width")
+MAX_NUMBERS = 4  # of a constant that is an attribute
 MIN_HEAVY = 2  # nodes that make a run worth it
 
 
@@ -96,6 +102,10 @@ class _Run:
         read = _read(node)
         return self._tainted.isdisjoint(read) and (not self.nodes or not self.states.isdisjoint(_states(read)))
 
+    def is_apart_from(self, node: ir.Node) -> bool:
+        """Whether the node reads nothing that nodes of the run read or make."""
+        return bool(self.nodes) and self._tainted.isdisjoint(_read(node)) and self.states.isdisjoint(_read(node))
+
     def add(self, node: ir.Node) -> None:
         self.nodes.append(node)
         self.after += self._later
@@ -116,7 +126,7 @@ class _Run:
 def _runs(graph: ir.Graph) -> Iterator[_Run]:
     run = _Run()
     for node in list(graph):
-        if not _is_known(node):
+        if not _is_known(node) or (node.op_type in RESHAPES and run.is_apart_from(node)):
             run.pass_by(node)
             continue
         if not run.takes(node):
@@ -152,8 +162,32 @@ def _is_known(node: ir.Node) -> bool:
             len({rank(value) for value in (*read, first)}) == 1
         )
     axis = node.attributes.get_int("axis", 0)
-    splits = node.op_type == "Split" and axis in (-1, required(rank(first)) - 1)
-    return splits or node.op_type in (*UNARY, *RESHAPES)
+    if node.op_type == "Split":
+        return axis in (-1, required(rank(first)) - 1)
+    if node.op_type == "Clip":
+        return all(value is None or _constant(value) is not None for value in node.inputs[1:])
+    if node.op_type == "Slice":
+        return _strided(node) is not None
+    if node.op_type == "ReduceSum":
+        axes, whole = _constant(node.inputs[1] if len(node.inputs) > 1 else None), required(rank(node.inputs[0]))
+        return whole == 4 and axes in ([-2], [2]) and not node.attributes.get_int("keepdims", 1)
+    return node.op_type in (*UNARY, *RESHAPES)
+
+
+def _constant(value: ir.Value | None) -> list | None:
+    """Returns the numbers of a constant of few."""
+    stored = None if value is None else value.const_value
+    return stored.numpy().reshape(-1).tolist() if stored is not None and stored.size <= MAX_NUMBERS else None
+
+
+def _strided(node: ir.Node) -> tuple[int, int] | None:
+    """Returns the first column and the step of a Slice of the last axis to its end; None: it is another."""
+    start, end, axis, step = (_constant(value) or [None] for value in (*node.inputs[1:], None)[:4])
+    width, whole = last_dim(node.inputs[0]), required(rank(node.inputs[0]))
+    if width is None or None in (start[0], end[0]) or axis not in ([-1], [whole - 1]):
+        return None
+    first, every = int(start[0]), int(step[0] or 1)
+    return (first, every) if 0 <= first < width and end[0] >= width and every > 0 else None
 
 
 def _is_same_for_all(value: ir.Value, states: ir.Value) -> bool:
@@ -302,7 +336,7 @@ def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequ
             places[value] = f"s{slot}"
         results = [places[value] if value.name else "-" for value in node.outputs]
         name, inputs_read = ("Reshape", 1) if node.op_type in RESHAPES else (node.op_type, len(node.inputs))
-        read = [places[value] for value in node.inputs[: 1 if name == "Split" else inputs_read]]
+        read = [places[value] for value in node.inputs[: 1 if name in FIRST_ALONE else inputs_read]]
         lines.append(" ".join([name, *results, "=", *read, *_attributes(node)]))
         for value in dict.fromkeys(_read(node)):
             if last_read[value] == i and places[value].startswith("s") and places[value] not in results:
@@ -316,6 +350,12 @@ def _attributes(node: ir.Node) -> Iterator[str]:
         yield f"shape={','.join(map(str, shape[2:]))}"
     if node.op_type == "Split":
         yield f"sizes={','.join(str(last_dim(value)) for value in node.outputs)}"
+    if node.op_type == "Clip":
+        for name, value in zip(("low", "high"), node.inputs[1:], strict=False):
+            if value is not None:
+                yield f"{name}={np.float32(required(_constant(value))[0])!s}"
+    if node.op_type == "Slice":
+        yield "start={} step={}".format(*required(_strided(node)))
     names: Sequence[str] = ("epsilon",) if (node.domain, node.op_type) in NORMS | SKIP_NORMS else ()
     if node.op_type in OP_PAGED_ATTENTION.values():
         names = ATTENTION_ATTRIBUTES

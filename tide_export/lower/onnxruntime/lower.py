@@ -17,6 +17,7 @@ from tide_export.bundle.manifest import FLOAT32_KV
 from tide_export.graph.rewriting import remove_unused, run_passes
 from tide_export.lower.onnxruntime.attention import PagedAttentionPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
+from tide_export.lower.onnxruntime.expert_rows import ExpertRowsPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.gated_matmuls import GatedMatMulsPass
 from tide_export.lower.onnxruntime.half_weights import HalfWeightsPass
@@ -52,14 +53,16 @@ def lower_for_onnxruntime(
         model,
         FlatMatMulsPass(),  # first: the others keep the shapes they find
         TransposedWeightsPass(),
-        ExpertMatMulPass(),
         PagedAttentionPass(kv_cache),
         common_passes.RemoveUnusedNodesPass(),  # or unused Reshape nodes would count as readers
         TokenRowsPass(),
         common_passes.RemoveUnusedNodesPass(),
+        ExpertMatMulPass(blocks, settings, half),
         PackedProjectionsPass(),
         QuantizedMatMulsPass(blocks, settings),
         *([HalfWeightsPass(half)] if half else []),
+        ExpertRowsPass(),
+        common_passes.RemoveUnusedNodesPass(),
         GatedMatMulsPass(),
         LoraFunctionsPass(),
         SkipNormsPass(),

@@ -13,7 +13,7 @@ both multiplied by and looked up in (a head tied to the embedding) is one array 
 that `verify.quantized` can read the model back out of a bundle.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx.parser
@@ -32,10 +32,12 @@ from tide_export.graph.rewriting import (
     replace_value,
     required,
 )
+from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.model.quantized_weights import Blocks, Fp8Matrix, IntegerMatrix
 from tide_export.names.operators import (
     DOMAIN,
     INTEGER_MATMULS,
+    OP_HALF_MATMUL,
     OP_INTEGER_MATMUL,
     OP_OUTLIER_MATMUL,
     OP_QUANTIZED_GATHER,
@@ -64,10 +66,7 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
         nodes = _symbolic(model)
         for node in nodes:
             (self._matmul if node.op_type == OP_QUANTIZED_MATMUL else self._gather)(model.graph, node)
-        for op in INTEGER_MATMULS:
-            if nodes_of(model.graph, op, DOMAIN):
-                function = integer_matmul_function(op)
-                model.functions[function.identifier()] = function
+        add_matmul_functions(model, [op for op in INTEGER_MATMULS if nodes_of(model.graph, op, DOMAIN)])
         return ir.passes.PassResult(model, modified=bool(nodes))
 
     def ensures(self, model: ir.Model) -> None:
@@ -117,6 +116,14 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
             ends = [integers(graph, f"slice_{n}", [n]) for n in (0, matrix.columns, -1)]
             gathered = op_before(node, "Slice", [gathered, *ends], dtype=output.dtype, shape=output.shape)
         replace_value(output, gathered)
+
+
+def add_matmul_functions(model: ir.Model, operators: Iterable[str], opset: int = OPSET) -> None:
+    """Adds the functions of these matmuls in 16, 8 or 4 bits to `model`."""
+    for op in operators:
+        weights_type = next((weights for weights, half in OP_HALF_MATMUL.items() if half == op), None)
+        function = integer_matmul_function(op) if weights_type is None else half_matmul_function(weights_type, opset)
+        model.functions.setdefault(function.identifier(), function)
 
 
 def integer_matmul_function(name: str) -> ir.Function:

@@ -14,7 +14,6 @@ from tide_export.graph.rewriting import (
     last_dim,
     nodes_of,
     op_before,
-    producer,
     replace_value,
     require_arity,
     required,
@@ -28,7 +27,7 @@ GATHERED_BYTES = 2**30  # of one matmul's gathered weights, at most (but one tok
 class ExpertGatherPass(ir.passes.InPlacePass):
     """Replaces every node by a matmul with each row's gathered weights.
 
-    Inputs of a node: rows [R, K], expert int64 [R], weights [E, N, K] (or [E, K, N] where `transposed`).
+    Inputs of a node: rows [T, c, K], experts int64 [T, k], weights [E, N, K] (or [E, K, N] where `transposed`).
     """
 
     def requires(self, model: ir.Model) -> None:
@@ -54,10 +53,7 @@ def max_gathering_tokens(model: ir.Model) -> int | None:
         _, expert, weights = map(required, node.inputs)
         count, *matrix = (static_dim(weights, axis) for axis in range(3))
         itemsize = weights.dtype.itemsize if weights.dtype is not None else 4
-        # A row is a token and one of its experts: the experts [R] are flattened from [tokens, experts of a token].
-        choice = producer(expert, "Reshape")
-        per_token = last_dim(choice.inputs[0]) if choice is not None else None
-        bytes_per_token = int(np.prod(matrix) * itemsize) * (per_token or count)
+        bytes_per_token = int(np.prod(matrix) * itemsize) * (last_dim(expert) or count)
         bounds.append(max(1, GATHERED_BYTES // bytes_per_token))
     return min(bounds, default=None)
 
@@ -65,15 +61,16 @@ def max_gathering_tokens(model: ir.Model) -> int | None:
 def _lower(graph: ir.Graph, node: ir.Node) -> None:
     rows, expert, weights = map(required, node.inputs)
     first, second = static_dim(weights, 1), static_dim(weights, 2)
-    dtype, result = rows.dtype, node.outputs[0]
-    matrices = op_before(node, "Gather", [weights, expert], {"axis": 0}, dtype=dtype, shape=[None, first, second])
-    if node.attributes["transposed"].as_int():  # row times matrix [K, N]
-        axis = integers(graph, "axis_1", [1])
-        lifted = op_before(node, "Unsqueeze", [rows, axis], dtype=dtype, shape=[None, 1, first])
-        factors, shape = [lifted, matrices], [None, 1, second]
-    else:  # matrix [N, K] times column
+    dtype, result, chosen = rows.dtype, node.outputs[0], last_dim(expert)
+    shape = [None, chosen, first, second]
+    matrices = op_before(node, "Gather", [weights, expert], {"axis": 0}, dtype=dtype, shape=shape)
+    if node.attributes["transposed"].as_int():  # rows times matrix [K, N]
         axis = integers(graph, "axis_2", [2])
-        lifted = op_before(node, "Unsqueeze", [rows, axis], dtype=dtype, shape=[None, second, 1])
-        factors, shape = [matrices, lifted], [None, first, 1]
+        lifted = op_before(node, "Unsqueeze", [rows, axis], dtype=dtype, shape=[None, None, 1, first])
+        factors, shape = [lifted, matrices], [None, chosen, 1, second]
+    else:  # matrix [N, K] times column
+        axis = integers(graph, "axis_3", [3])
+        lifted = op_before(node, "Unsqueeze", [rows, axis], dtype=dtype, shape=[None, None, second, 1])
+        factors, shape = [matrices, lifted], [None, chosen, first, 1]
     product = op_before(node, "MatMul", factors, dtype=dtype, shape=shape)
     replace_value(result, op_before(node, "Squeeze", [product, axis], dtype=dtype, shape=result.shape))

@@ -1,0 +1,181 @@
+"""Holds the experts of a layer, one parameter, as their checkpoint packs them.
+
+`Mxfp4Experts` are numbers in 4 bits (E2M1) in blocks of 32, each with a power of two as its scale (E8M0): OCP
+Microscaling Formats 1.0, as gpt-oss has them. They are integers of half the scale, from -12 to 12, so every operator
+for symmetric integers in 8 bits multiplies by them. `IntegerExperts` are matrices of GPTQ or AWQ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of, is_symmetric
+
+POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the number of each code of three bits; then the sign
+E2M1 = np.concatenate([POSITIVE, -POSITIVE])
+MXFP4_BLOCK = 32
+EXPONENT_BIAS = 127
+NOT_A_NUMBER = 255  # of E8M0
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Matrix:
+    """A matrix of N rows and K columns in MXFP4, with the fields of `quantized_weights.Blocks` in 8 bits.
+
+    Attributes:
+        codes: uint8 [N, K / 32, 16], the first of two codes in the low half of its byte.
+        exponents: uint8 [N, K / 32], each scale's exponent plus 127.
+    """
+
+    codes: np.ndarray
+    exponents: np.ndarray
+    bits: int = 8
+    block_size: int = MXFP4_BLOCK
+    symmetric: bool = True
+    zeros: None = None
+    outliers: None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.codes)
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[1] * MXFP4_BLOCK
+
+    @property
+    def packed(self) -> np.ndarray:
+        """Returns twice the numbers, plus 128."""
+        return (2 * self._numbers() + 128).astype(np.uint8)
+
+    @property
+    def scales(self) -> np.ndarray:
+        """Returns half the scales."""
+        return self._scales(0.5)
+
+    def values(self) -> np.ndarray:
+        """Dequantizes the matrix, float32 [N, K]."""
+        return (self._numbers() * self._scales(1.0)[..., None]).reshape(self.rows, self.columns)
+
+    def _scales(self, factor: float) -> np.ndarray:
+        return np.ldexp(np.float32(factor), self.exponents.astype(np.int32) - EXPONENT_BIAS)
+
+    def _numbers(self) -> np.ndarray:
+        codes = np.stack([self.codes & 15, self.codes >> 4], axis=-1)
+        return E2M1[codes].reshape(*self.codes.shape[:2], MXFP4_BLOCK)
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Experts:
+    """The matrices of all experts, which the model holds as [E, K, N].
+
+    Attributes:
+        codes, exponents: those of every `Mxfp4Matrix`, uint8 [E, N, K / 32, 16] and [E, N, K / 32].
+    """
+
+    codes: torch.Tensor
+    exponents: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of the model's parameter."""
+        experts, rows, blocks, _ = self.codes.shape
+        return experts, blocks * MXFP4_BLOCK, rows
+
+    @property
+    def matrices(self) -> list[Mxfp4Matrix]:
+        both = zip(self.codes.numpy(), self.exponents.numpy(), strict=True)
+        return [Mxfp4Matrix(codes, exponents) for codes, exponents in both]
+
+    def dequantize(self) -> torch.Tensor:
+        """Computes the parameter, float32."""
+        dense = torch.empty(self.shape)
+        for expert, matrix in enumerate(self.matrices):
+            dense[expert] = torch.from_numpy(matrix.values()).T
+        return dense
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedMatrix:
+    """Matrices of the same inputs whose rows are one matrix, with the fields of `quantized_weights.Blocks`."""
+
+    parts: Sequence[CheckpointMatrix]
+
+    outliers = None
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def bits(self) -> int:
+        return self.parts[0].bits
+
+    @property
+    def block_size(self) -> int:
+        return self.parts[0].block_size
+
+    @property
+    def symmetric(self) -> bool:
+        return self.parts[0].symmetric
+
+    @property
+    def packed(self) -> np.ndarray:
+        return np.concatenate([part.packed for part in self.parts])
+
+    @property
+    def scales(self) -> np.ndarray:
+        return np.concatenate([part.scales for part in self.parts])
+
+    @property
+    def zeros(self) -> np.ndarray | None:
+        zeros = [part.zeros for part in self.parts if part.zeros is not None]
+        return np.concatenate(zeros) if zeros else None
+
+    def values(self) -> np.ndarray:
+        """Dequantizes the matrix, float32 [N, K]."""
+        return np.concatenate([part.values() for part in self.parts])
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerExperts:
+    """The matrices of all experts, which the model holds as [E, N, K].
+
+    Attributes:
+        experts: for every expert, matrices whose rows are one after the other (gate and up).
+    """
+
+    experts: Sequence[Sequence[IntegerWeight]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of the model's parameter."""
+        first = self.experts[0]
+        return len(self.experts), sum(weight.shape[1] for weight in first), first[0].shape[0]
+
+    @property
+    def weights(self) -> list[IntegerWeight]:
+        return [weight for parts in self.experts for weight in parts]
+
+    @property
+    def is_kept(self) -> bool:
+        """Returns whether operators multiply by them: blocks that fit, and inputs in the model's order."""
+        in_order = all(bool((weight.groups.diff() >= 0).all()) for weight in self.weights)
+        return in_order and all(block_size_of(weight) is not None for weight in self.weights)
+
+    def matrices(self, block_size: int) -> list[JoinedMatrix]:
+        symmetric = all(map(is_symmetric, self.weights))
+        return [
+            JoinedMatrix([CheckpointMatrix(weight, block_size, symmetric) for weight in parts])
+            for parts in self.experts
+        ]
+
+    def dequantize(self) -> torch.Tensor:
+        """Computes the parameter, float32."""
+        return torch.stack([torch.cat([weight.dequantize().T for weight in parts]) for parts in self.experts])
