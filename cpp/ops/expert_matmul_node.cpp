@@ -8,11 +8,11 @@
 #include "half_matmul.h"
 #include "nodes.h"
 #include "packed_weights.h"
+#include "product.h"
 
 namespace tide_ops {
 namespace {
 
-constexpr std::int64_t kChunkBytes = 96 << 10;  // of weights, taken by one thread at a time
 constexpr std::int64_t kPreparedRows = 4;       // by one thread at a time
 
 // Rows by their expert, in memory of floats that are not read as such.

@@ -24,8 +24,9 @@ HEADER = (
     f'<ir_version: 10, opset_import: ["" : 23, "tide" : 1]> experts (float[1, n, {WIDTH}] x, int64[n, 2] chosen,'
     f" float[n, 2] shares, float[n, 2, {2 * INNER}] added) => (float[1, n, {WIDTH}] y)"
 )
-WEIGHTS = f"""int64[2] flat = {{-1, {WIDTH}}}, int64[3] whole = {{1, -1, {WIDTH}}}, int64[1] zero = {{0}}, int64[1] one = {{1}},
-    int64[1] two = {{2}}, int64[1] end = {{9223372036854775807}}, float low = {{-0.5}}, float high = {{0.7}}"""
+WEIGHTS = f"""int64[2] flat = {{-1, {WIDTH}}}, int64[3] whole = {{1, -1, {WIDTH}}}, int64[1] zero = {{0}},
+    int64[1] one = {{1}}, int64[1] two = {{2}},
+    int64[1] end = {{9223372036854775807}}, float low = {{-0.5}}, float high = {{0.7}}"""
 BEGIN = """rows = Reshape (x, flat)  each = Unsqueeze (rows, one)
     both = tide.TideExpertMatMul <num_experts = 4, transposed = 0> (each, chosen, up)"""
 END = """out = tide.TideExpertMatMul <num_experts = 4, transposed = 0> (gated, chosen, down)
@@ -49,7 +50,7 @@ def model_of(gate: str, end: str = END) -> ir.Model:
         parsed.graph.initializer.append(onnx.numpy_helper.from_array(array.view(np.float32), name))
     model = ir.serde.deserialize_model(parsed)
     known = {"rows": ["n", WIDTH], "each": ["n", 1, WIDTH], "both": ["n", 2, 2 * INNER], "gated": ["n", 2, INNER]}
-    known |= dict.fromkeys(("gate", "value", "sigmoid", "silu", "a", "b"), ["n", 2, INNER])
+    known |= {name: ["n", 2, INNER] for name in ("gate", "value", "sigmoid", "silu", "a", "b")}
     known |= {"biased": ["n", 2, 2 * INNER], "out": ["n", 2, WIDTH], "weighed": ["n", 2, WIDTH], "sums": ["n", WIDTH]}
     known |= {"column": ["n", 2, 1], "made": [1, "n", WIDTH], "y": [1, "n", WIDTH]}
     for number, node in enumerate(model.graph):

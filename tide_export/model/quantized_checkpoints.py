@@ -287,5 +287,5 @@ def _problem(sentence: str) -> ModelError:
 
 
 def loading_problem() -> str | None:
-    """Returns why the weights could not be read of the model that has just failed to load; None if it could."""
+    """Returns why the weights of a model that has just failed to load cannot be read; None if they can."""
     return next(iter(_problems.get([])), None)  # []: it failed before any weight was read

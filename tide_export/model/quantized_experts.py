@@ -99,7 +99,7 @@ class Mxfp4Experts:
 
 @dataclass(frozen=True, eq=False)
 class JoinedMatrix:
-    """Matrices of the same inputs whose rows are one matrix, with the fields of `quantized_weights.Blocks`."""
+    """Matrices of the same inputs whose rows are one matrix, with the fields of `Blocks`."""
 
     parts: Sequence[CheckpointMatrix]
 

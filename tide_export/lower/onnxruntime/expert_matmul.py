@@ -166,7 +166,10 @@ class ExpertMatMulPass(ir.passes.InPlacePass):
 
 
 def expert_matmul_function(op: str, experts: int, opset: int = OPSET) -> ir.Function:
-    """Defines `op`: x [.., c, K], experts [.., k], weights of E experts -> y [.., k, N], by matmuls of sorted rows."""
+    """Defines `op` by matmuls of sorted rows.
+
+    Inputs: x [.., c, K], experts [.., k], the weights of all experts; output: y [.., k, N].
+    """
     half = op in OP_HALF_EXPERTS.values()
     names = ["x", "experts", "weights"] if half else ["x", "experts", "integers", "scales"]
     inputs = [ir.Value(name=name) for name in names]
@@ -252,7 +255,9 @@ def _sorted_products(
     count: int,
     product: Product,
 ) -> ir.Value:
-    """Adds the nodes of the product of x [.., c, K] with those `experts` [.., k] of `count`; returns y [.., k, N].
+    """Adds the nodes of the product of x [.., c, K] with those `experts` [.., k] of `count`.
+
+    Returns y [.., k, N].
 
     Args:
         constant: adds int64 numbers [n].

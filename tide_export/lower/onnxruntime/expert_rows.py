@@ -1,6 +1,6 @@
-"""Keeps new tokens on the second axis in a mixture of experts, so that it can be part of one operator of layers.
+"""Keeps new tokens on the second axis in a mixture of experts.
 
-Models merge batch and tokens around it: states [N, D] between Reshapes from and to [1, N, D]. What multiplies by the
+So it can be part of one operator of layers. Models merge batch and tokens around it: states [N, D] between Reshapes from and to [1, N, D]. What multiplies by the
 experts, and all after it that computes every row alike, is computed with the first axis kept; what it reads of other
 nodes (the choice of the experts and their shares) gets one.
 """
@@ -39,9 +39,10 @@ class ExpertRowsPass(ir.passes.InPlacePass):
     """After the passes that choose the operators of matmuls."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
+        modified, of_experts = False, _of_experts(model.graph)
         for node in nodes_of(model.graph, "Reshape"):
-            modified |= _keeps_rows(node, added=1) and _has_experts(node.inputs[0]) and _replace(model.graph, node)
+            if node.inputs[0] in of_experts and _keeps_rows(node, added=1):
+                modified |= _replace(model.graph, node)
         return ir.passes.PassResult(model, modified=modified)
 
 
@@ -53,12 +54,13 @@ def _keeps_rows(reshape: ir.Node, added: int) -> bool:
     return dims(long)[0] == 1 and dims(long)[2:] == dims(short)[1:] and None not in dims(short)[1:]
 
 
-def _has_experts(value: ir.Value | None) -> bool:
-    """Whether `value` is computed from products with experts by nodes that compute every row alike."""
-    node = None if value is None else value.producer()
-    if node is None or not _computes_rows(node):
-        return False
-    return node.op_type in EXPERTS or any(_has_experts(value) for value in node.inputs)
+def _of_experts(graph: ir.Graph) -> set[ir.Value | None]:
+    """Returns the values computed from products with experts by nodes that compute every row alike."""
+    found = set[ir.Value | None]()
+    for node in graph.all_nodes():
+        if (node.op_type in EXPERTS or not found.isdisjoint(node.inputs)) and _computes_rows(node):
+            found.update(node.outputs)
+    return found
 
 
 def _computes_rows(node: ir.Node) -> bool:

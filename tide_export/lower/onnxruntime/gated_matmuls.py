@@ -128,7 +128,7 @@ def _gated(model: ir.Model) -> Iterator[_Mlp]:
 
 
 def _halved(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Yields every Mul of SiLU of the first half of an operator's result by the second half, with that result."""
+    """Yields every Mul of SiLU of an operator's first half by its second half, with both halves."""
     for product in nodes_of(model.graph, "Mul"):
         for activated, up in (product.inputs, product.inputs[::-1]):
             silu, split = producer(activated, "Mul"), producer(up, "Split")

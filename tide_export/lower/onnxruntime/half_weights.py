@@ -120,7 +120,10 @@ def is_exact_in(half: np.dtype, tensor: ir.TensorProtocol) -> bool:
 
 
 def narrowed(weight: ir.Value, dtype: ir.DataType, transposed: bool) -> Callable[[], np.ndarray]:
-    """Returns what computes the numbers of `weight` in that type, `transposed`: with its last two axes swapped."""
+    """Returns what computes the numbers of `weight` in that type.
+
+    `transposed`: with the last two axes swapped.
+    """
     tensor = required(weight.const_value)
 
     def compute() -> np.ndarray:
