@@ -92,6 +92,45 @@ def awq(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {"qweight": packed(integers), "qzeros": packed(zeros), "scales": scales}, dense
 
 
+def nvfp4(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """Codes of E2M1 in blocks of 16 with a scale of E4M3 each, and one number that all scales are divided by."""
+    rows = torch.from_numpy(np.ascontiguousarray(matrix.T))
+    blocks = rows.reshape(len(rows), -1, 16)
+    whole = torch.tensor([448 * 6 / float(rows.abs().max())])
+    scales = (blocks.abs().amax(dim=-1) / 6 * whole).to(torch.float8_e4m3fn)
+    wide = (scales.float() / whole)[..., None]
+    numbers = torch.tensor(E2M1)
+    codes = ((blocks / wide).abs()[..., None] - numbers).abs().argmin(dim=-1)
+    dense = numbers[codes] * blocks.sign() * wide
+    codes = (codes + 8 * (blocks < 0)).reshape(len(rows), -1).to(torch.uint8)
+    parts = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, "weight_global_scale": whole}
+    return parts, dense.reshape(rows.shape).T.numpy()
+
+
+def compressed_words(bits: int = 4, whole: bool = False, zeros: bool = False) -> Quantizer:
+    """`whole`: one scale a row."""
+
+    def quantize(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        groups = np.arange(len(matrix)) // (len(matrix) if whole else GROUP)
+        integers, scales, middles, dense = rounded(matrix, bits, groups, symmetric=not zeros)
+        parts = {"weight_packed": dense_words(integers, bits).T, "weight_scale": scales.T}
+        if zeros:
+            parts["weight_zero_point"] = dense_words(middles.T, bits)
+        return parts | {"weight_shape": np.array(matrix.shape[::-1])}, dense
+
+    return quantize
+
+
+def compressed(layout: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **more}},
+        "ignore": [],
+    }
+
+
 def write(
     folder: Path, config: Any, settings: dict[str, Any], quantize: Quantizer, inputs_first: bool = False
 ) -> tuple[Tensors, Tensors]:
@@ -173,6 +212,9 @@ def float_twin(folder: Path, twin: Path, tensors: Tensors) -> Any:
     return kind.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
 
 
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
 V2 = {"checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}

@@ -17,13 +17,19 @@ from packed_checkpoints import (
     GPT2,
     GPTQ,
     IDS,
+    INT4,
+    INT8,
     LLAMA,
     MIXTRAL,
+    NVFP4,
     V2,
     Quantizer,
     awq,
+    compressed,
+    compressed_words,
     float_twin,
     gptq,
+    nvfp4,
     write,
     write_mxfp4,
 )
@@ -40,6 +46,7 @@ from tide_export.compose.step_graph import compose
 from tide_export.errors import ConfigError
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.model.fp4_matrices import Nvfp4Matrix
 from tide_export.model.quantized_experts import JoinedMatrix
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of
 from tide_export.model.quantized_modules import LARGE
@@ -82,11 +89,31 @@ CASES: dict[str, tuple[Any, dict[str, Any], Quantizer, bool, set[str], list[int]
         *(GPT2, GPTQ | {"bits": 8}, gptq(8, symmetric=True), True, {OP_INTEGER_MATMUL[8]}, [1] * 8),
     ),
     "awq": (LLAMA, AWQ, awq, False, WITH_ZEROS, APART),
+    "compressed-tensors": (*(LLAMA, compressed("pack-quantized", INT4), compressed_words(), True, INTEGERS[4], FUSED),),
+    "compressed-tensors, 8 bits, one scale a row": (
+        *(LLAMA, compressed("pack-quantized", INT8), compressed_words(8, whole=True), True, INTEGERS[8], FUSED),
+    ),
+    "compressed-tensors, zero points": (
+        *(LLAMA, compressed("pack-quantized", INT4 | {"symmetric": False}), compressed_words(zeros=True), False),
+        *(WITH_ZEROS, APART),
+    ),
+    "compressed-tensors, experts": (
+        *(MIXTRAL, compressed("pack-quantized", INT4), compressed_words(), True),
+        *({OP_INTEGER_MATMUL[4], OP_INTEGER_EXPERTS[OP_INTEGER_MATMUL[4]]}, [1] * 3 + [3] * 2 + [4] * 4),
+    ),
+    "compressed-tensors, nvfp4": (
+        *(LLAMA, compressed("nvfp4-pack-quantized", NVFP4), nvfp4, True, INTEGERS[8], FUSED),
+    ),
     "gptq, experts": (
         *(MIXTRAL, GPTQ, gptq(symmetric=True), True, {OP_INTEGER_MATMUL[4], OP_INTEGER_EXPERTS[OP_INTEGER_MATMUL[4]]}),
         [1] * 3 + [3] * 2 + [4] * 4,  # head and o; q, k and v; the four experts' gate and up, and down, of each layer
     ),
     "awq, experts": (MIXTRAL, AWQ, awq, False, WITH_ZEROS, [1] * 19 + [3] * 2),
+}
+BITS_AND_SIZES = {
+    "gptq, 8 bits, one projection, inputs first": (8, 32),
+    "compressed-tensors, 8 bits, one scale a row": (8, 32),
+    "compressed-tensors, nvfp4": (8, 16),
 }
 
 
@@ -97,7 +124,9 @@ def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path
     twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
     source, plain = load_model(tmp_path / "model", packed=True), load_model(tmp_path / "model")
     assert source.quantized is not None
-    assert source.quantized.settings == Quantization("checkpoint", settings["bits"], 32, symmetric, 4)
+    assert source.quantized.settings is not None
+    bits, size = BITS_AND_SIZES.get(case, (4, 32))
+    assert source.quantized.settings == Quantization("checkpoint", bits, size, symmetric, 4)
     weights = {name: matrix_of(twin, name) for name in source.quantized.blocks}
     kept = {name if is_parameter(twin, name) else name.rpartition(".")[0] for name in weights}
     assert all(source.model.get_parameter(name).is_meta for name in kept), "a packed weight is in memory"
@@ -113,7 +142,7 @@ def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path
     for names, whole in found:
         for name, part in zip(names, whole.split([len(rows[name]) for name in names]), strict=True):
             matrix, expected = source.quantized.blocks[name], rows[name].numpy()
-            assert isinstance(matrix, CheckpointMatrix | JoinedMatrix)
+            assert isinstance(matrix, CheckpointMatrix | JoinedMatrix | Nvfp4Matrix)
             np.testing.assert_array_equal(matrix.values(), expected, err_msg=name)
             order = matrix.order if isinstance(matrix, CheckpointMatrix) else None
             in_order = expected if order is None else expected[:, order]

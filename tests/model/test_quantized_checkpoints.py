@@ -8,22 +8,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from packed_checkpoints import (
     AWQ,
     GPT2,
     GPTQ,
     GROUP,
     IDS,
+    INT4,
+    INT8,
     LLAMA,
     MIXTRAL,
+    NVFP4,
     QUANTIZED,
     V2,
     Quantizer,
     Tensors,
     awq,
-    dense_words,
+    compressed,
+    compressed_words,
     float_twin,
     gptq,
+    nvfp4,
     replace,
     write,
     write_mxfp4,
@@ -33,6 +40,7 @@ from transformers import AutoModelForCausalLM
 
 from tide_export.cli.main import main
 from tide_export.errors import ModelError, UnsupportedModelError
+from tide_export.model.quantized_integers import read_compressed
 from tide_export.model.source import load_model
 
 
@@ -43,12 +51,6 @@ def symmetric(matrix: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np
     wide = np.repeat(scales, group, axis=1)
     integers = np.clip(np.round(rows / wide), -top - 1, top)
     return integers.astype(np.int64), scales, (integers.astype(np.float32) * wide).T
-
-
-def compressed_words(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    integers, scales, dense = symmetric(matrix, 4, GROUP)
-    words = dense_words((integers + 8).T, 4).T
-    return {"weight_packed": words, "weight_scale": scales, "weight_shape": np.array(integers.shape)}, dense
 
 
 def compressed_bytes(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -66,19 +68,7 @@ def fp8(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     return {"weight": small, "weight_scale_inv": scales}, (small.float() * wide).T.numpy()
 
 
-INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-
-
-def compressed(layout: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **more}},
-        "ignore": [],
-    }
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], Quantizer, bool]] = {
@@ -91,8 +81,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], Quantizer, bool]] = {
     "gptq, experts": (MIXTRAL, GPTQ, gptq(), False),
     "awq": (LLAMA, AWQ, awq, False),
     "awq, experts": (MIXTRAL, AWQ, awq, False),
-    "compressed-tensors, packed": (LLAMA, compressed("pack-quantized", INT4), compressed_words, False),
+    "compressed-tensors, packed": (LLAMA, compressed("pack-quantized", INT4), compressed_words(), False),
+    "compressed-tensors, zero points": (
+        *(LLAMA, compressed("pack-quantized", INT4 | {"symmetric": False}), compressed_words(zeros=True), False),
+    ),
     "compressed-tensors, 8 bits": (LLAMA, compressed("int-quantized", INT8), compressed_bytes, False),
+    "compressed-tensors, nvfp4": (LLAMA, compressed("nvfp4-pack-quantized", NVFP4), nvfp4, False),
     "fp8": (LLAMA, FP8, fp8, False),
 }
 
@@ -117,6 +111,18 @@ def test_mxfp4_is_read_on_a_cpu(tmp_path: Path) -> None:
     for name, values in dense.items():
         assert torch.equal(source.model.get_parameter(name), values), name
     assert source.exact_in == ("bf16",)
+
+
+def test_compressed_zero_points_are_those_of_its_own_package() -> None:
+    """transformers 5.23 cannot load them compressed, so the package itself decompresses one matrix."""
+    matrix = np.random.default_rng(0).standard_normal((96, 40)).astype(np.float32)
+    parts, dense = compressed_words(zeros=True)(matrix)
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**INT4 | {"symmetric": False}))
+    theirs = PackedQuantizationCompressor.decompress(tensors, scheme)["weight"]
+    ours = read_compressed(tensors, 4, GROUP).dequantize().T
+    np.testing.assert_array_equal(ours.numpy(), dense.T.astype(np.float32))
+    np.testing.assert_allclose(theirs.float().numpy(), ours.numpy(), rtol=1e-3, atol=1e-3)  # scales are float16
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -199,9 +205,19 @@ def test_packed_tensors_that_do_not_fit_are_named(how: str, tmp_path: Path) -> N
     assert sentence in str(caught.value)
 
 
-def test_compressed_tensors_computes_what_transformers_computes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "quantize"),
+    [
+        (INT4, compressed_words()),
+        (INT8, compressed_words(8, whole=True)),
+    ],
+    ids=["int4", "int8, one scale a row"],
+)
+def test_compressed_tensors_computes_what_transformers_computes(
+    scheme: dict[str, Any], quantize: Quantizer, tmp_path: Path
+) -> None:
     """Read by transformers' other way: left compressed, decompressed when the model first runs."""
-    write(tmp_path / "model", LLAMA, compressed("pack-quantized", INT4), compressed_words)
+    write(tmp_path / "model", LLAMA, compressed("pack-quantized", scheme), quantize)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
     ours = load_model(str(tmp_path / "model")).run(IDS, []).logits
     assert torch.allclose(theirs(IDS).logits, ours, atol=1e-5)

@@ -12,7 +12,7 @@ from ort_sessions import register_operators
 from tide_export.bundle.manifest import Quantization
 from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
-from tide_export.model.quantized_experts import Mxfp4Matrix
+from tide_export.model.fp4_matrices import Mxfp4Matrix
 from tide_export.names.operators import (
     DOMAIN,
     OP_EXPERT_MATMUL,

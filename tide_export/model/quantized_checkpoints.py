@@ -4,8 +4,8 @@ Dequantizes their weights to float32, or keeps their integers.
 
 Called by `source.load_model` before transformers reads any weight. For GPTQ and AWQ transformers needs packages with
 GPU kernels, although their format is simple (`quantized_integers`). So this module reads them while transformers loads
-the model, through its interface for quantizers, and MXFP4 that is kept. compressed-tensors, fp8 and other mxfp4 use
-transformers' own dequantization.
+the model, through its interface for quantizers; likewise integers that compressed-tensors packed, and MXFP4 that is
+kept. Other formats of compressed-tensors, fp8 and other mxfp4 use transformers' own dequantization.
 Checkpoints with more than quantized weights (activations, other methods) raise UnsupportedModelError.
 """
 
@@ -23,10 +23,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tide_export.errors import ModelError, UnsupportedModelError
-from tide_export.model.quantized_experts import MXFP4_BLOCK, NOT_A_NUMBER, IntegerExperts, Mxfp4Experts
-from tide_export.model.quantized_integers import IntegerWeight, read_awq, read_gptq
+from tide_export.model.fp4_matrices import MXFP4_BLOCK, NOT_A_NUMBER, Nvfp4Matrix
+from tide_export.model.quantized_experts import IntegerExperts, Mxfp4Experts
+from tide_export.model.quantized_integers import IntegerWeight, read_awq, read_compressed, read_gptq
 from tide_export.model.quantized_modules import keep, widened
 
+COMPRESSED = "compressed-tensors"
+NVFP4 = "nvfp4"
+NVFP4_PARTS = ("packed", "scale", "global_scale")
+COMPRESSED_PARTS = ("packed", "scale", "shape", "zero_point", "g_idx")
 MXFP4_PARAMETERS = ("gate_up_proj", "down_proj")
 ADVICE = "export the model it was made from, or a version quantized by GPTQ, AWQ or compressed-tensors (weights alone)"
 
@@ -38,8 +43,8 @@ def prepare_quantized(config: PretrainedConfig, name: str, packed: bool = False)
     """Changes the `config` of a quantized model so that transformers loads it as float weights.
 
     Args:
-        packed: keep the matrices of GPTQ, AWQ and MXFP4 packed, where a bundle can hold them so: for
-            `quantized_modules.widen_when_run`.
+        packed: keep the matrices of GPTQ, AWQ, compressed-tensors and MXFP4 packed, where a bundle can hold them so:
+            for `quantized_modules.widen_when_run`.
 
     Returns:
         A description of the quantization; None where there is none.
@@ -60,7 +65,7 @@ def prepare_quantized(config: PretrainedConfig, name: str, packed: bool = False)
     description, problem = _METHODS[method](settings)
     if problem is not None:
         raise UnsupportedModelError(f"{name} is quantized with {method} and {problem}: {ADVICE}")
-    if method == "compressed-tensors":
+    if settings["quant_method"] == "compressed-tensors":
         _require_compressed_tensors(name)
     if method == "mxfp4" and packed:
         settings |= {"quant_method": "tide_export", "layout": "mxfp4", "bits": 4}
@@ -113,9 +118,22 @@ def _compressed_tensors(settings: dict[str, Any]) -> tuple[str, str | None]:
         problem = "it is sparse or rotated as well (sparsity_config, transform_config)"
     elif any(entry != weights[0] for entry in weights):
         problem = "its layers differ in how they are quantized (config_groups)"
+    scheme: dict[str, Any] = (weights[0] if weights else None) or {}
+    bits = scheme.get("num_bits", "?")
+    if problem is None and settings.get("format") == "pack-quantized" and _is_packed_integers(scheme):
+        size = scheme.get("group_size") or -1
+        settings |= {"quant_method": "tide_export", "layout": COMPRESSED, "bits": bits, "group_size": size}
+    if problem is None and settings.get("format") == "nvfp4-pack-quantized" and scheme.get("group_size") == 16:
+        settings |= {"quant_method": "tide_export", "layout": NVFP4, "bits": 4}
     settings["dequantize"] = True
     settings.pop("run_compressed", None)
-    return f"compressed-tensors, {weights[0].get('num_bits') if weights and weights[0] else '?'} bits", problem
+    return f"compressed-tensors, {bits} bits", problem
+
+
+def _is_packed_integers(weights: dict[str, Any]) -> bool:
+    """Returns whether a scheme of compressed-tensors is integers that `read_compressed` reads."""
+    kind = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    return kind in {("int", bits, strategy) for bits in (4, 8) for strategy in ("group", "channel")}
 
 
 def _by_transformers(settings: dict[str, Any]) -> tuple[str, str | None]:
@@ -141,16 +159,25 @@ def _require_compressed_tensors(name: str) -> None:
 
 @register_quantization_config("tide_export")
 class _PackedConfig(QuantizationConfigMixin):
-    """The settings of a GPTQ, AWQ or MXFP4 checkpoint, for `_PackedQuantizer`."""
+    """The settings of a checkpoint whose weights are packed, for `_PackedQuantizer`."""
 
     def __init__(self, bits: int, layout: str, group_size: int = 128, packed: bool = False, **_other: Any):
         self.quant_method: Any = "tide_export"
         self.bits, self.layout, self.group_size = int(bits), layout, int(group_size)
         self.dequantize, self.packed = True, packed
 
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Returns the tensors of a packed weight; without the first it is not packed."""
+        if self.layout == NVFP4:
+            return tuple(f"weight_{part}" for part in NVFP4_PARTS)
+        return ("weight_packed", "weight_scale") if self.layout == COMPRESSED else ("qweight", "qzeros", "scales")
+
     def read(self, parts: dict[str, torch.Tensor]) -> IntegerWeight:
         if self.layout == "awq gemm":
             return read_awq(parts, self.group_size)
+        if self.layout == COMPRESSED:
+            return read_compressed(parts, self.bits, self.group_size)
         return read_gptq(parts, self.bits, self.group_size, first_version=self.layout == "gptq")
 
 
@@ -163,6 +190,8 @@ class _PackedQuantizer(HfQuantizer):
     def __init__(self, quantization_config: _PackedConfig, **other: Any):
         super().__init__(quantization_config, **other)
         self._mxfp4 = quantization_config.layout == "mxfp4"
+        if (parts := {COMPRESSED: COMPRESSED_PARTS, NVFP4: NVFP4_PARTS}.get(quantization_config.layout)) is not None:
+            self.serialized_names = {"weight": ["weight", *(f"weight_{part}" for part in parts)]}
         if self._mxfp4:
             self.serialized_names = {name: [f"{name}_blocks", f"{name}_scales"] for name in MXFP4_PARAMETERS}
 
@@ -226,7 +255,7 @@ class _Dequantize(ConversionOps):
         for key, tensors in input_dict.items():
             prefix, _, part = key.rpartition(".")
             modules.setdefault(prefix, {})[part] = tensors if isinstance(tensors, list) else [tensors]
-        read, inputs_first = dict[str, list[IntegerWeight | torch.Tensor]](), isinstance(owner, Conv1D)
+        read, inputs_first = dict[str, list[IntegerWeight | Nvfp4Matrix | torch.Tensor]](), isinstance(owner, Conv1D)
         for prefix, parts in modules.items():
             expected = None if prefix else tuple(parameter.shape)
             read[prefix] = [
@@ -252,7 +281,7 @@ class _Dequantize(ConversionOps):
         owner: torch.nn.Module,
         attribute: str,
         parameter: torch.Tensor,
-        read: dict[str, list[IntegerWeight | torch.Tensor]],
+        read: dict[str, list[IntegerWeight | Nvfp4Matrix | torch.Tensor]],
     ) -> bool:
         """Keeps the matrices of all experts, by the patterns of their names, if operators multiply by them."""
         weights = [weight for weights in read.values() for weight in weights]
@@ -264,12 +293,15 @@ class _Dequantize(ConversionOps):
 
     def _weight(
         self, name: str, parts: dict[str, torch.Tensor], inputs_first: bool, expected: tuple[int, ...] | None
-    ) -> IntegerWeight | torch.Tensor:
-        if "qweight" not in parts:
+    ) -> IntegerWeight | Nvfp4Matrix | torch.Tensor:
+        needed = self.settings.needed
+        if needed[0] not in parts:
             return parts["weight"]
-        missing = [part for part in ("qzeros", "scales") if part not in parts]
+        missing = [part for part in needed if part not in parts]
         if missing:
-            raise _problem(f"weight {name} has a qweight but no {missing[0]}")
+            raise _problem(f"weight {name} has a {needed[0]} but no {missing[0]}")
+        if self.settings.layout == NVFP4:
+            return self._nvfp4(name, parts, expected)
         integers = self.settings.read(parts)
         (inputs, outputs), shapes = integers.shape, (integers.scales.shape, integers.zeros.shape)
         shape = (inputs, outputs) if inputs_first else (outputs, inputs)
@@ -279,6 +311,13 @@ class _Dequantize(ConversionOps):
         if int(integers.groups.min()) < 0 or any(s[0] < groups for s in shapes):
             raise _problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
         return integers
+
+    def _nvfp4(self, name: str, parts: dict[str, torch.Tensor], expected: tuple[int, ...] | None) -> Nvfp4Matrix:
+        codes, scales, divisor = (parts[part] for part in self.settings.needed)
+        shape = (codes.shape[0], 2 * codes.shape[1])
+        if expected not in (None, shape) or tuple(scales.shape) != (shape[0], shape[1] // 16) or shape[1] % 16:
+            raise _problem(f"weight {name} is packed as {shape} with scales {list(scales.shape)}, but is {expected}")
+        return Nvfp4Matrix(codes.reshape(shape[0], -1, 8).numpy(), scales, divisor)
 
 
 def _problem(sentence: str) -> ModelError:

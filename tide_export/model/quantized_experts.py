@@ -1,8 +1,6 @@
 """Holds the experts of a layer, one parameter, as their checkpoint packs them.
 
-`Mxfp4Experts` are numbers in 4 bits (E2M1) in blocks of 32, each with a power of two as its scale (E8M0): OCP
-Microscaling Formats 1.0, as gpt-oss has them. They are integers of half the scale, from -12 to 12, so every operator
-for symmetric integers in 8 bits multiplies by them. `IntegerExperts` are matrices of GPTQ or AWQ.
+They are in MXFP4, as gpt-oss has them, or integers of GPTQ, AWQ or compressed-tensors.
 """
 
 from collections.abc import Sequence
@@ -11,60 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tide_export.model.fp4_matrices import MXFP4_BLOCK, Mxfp4Matrix
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of, is_symmetric
-
-POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the number of each code of three bits; then the sign
-E2M1 = np.concatenate([POSITIVE, -POSITIVE])
-MXFP4_BLOCK = 32
-EXPONENT_BIAS = 127
-NOT_A_NUMBER = 255  # of E8M0
-
-
-@dataclass(frozen=True, eq=False)
-class Mxfp4Matrix:
-    """A matrix of N rows and K columns in MXFP4, with the fields of `quantized_weights.Blocks` in 8 bits.
-
-    Attributes:
-        codes: uint8 [N, K / 32, 16], the first of two codes in the low half of its byte.
-        exponents: uint8 [N, K / 32], each scale's exponent plus 127.
-    """
-
-    codes: np.ndarray
-    exponents: np.ndarray
-    bits: int = 8
-    block_size: int = MXFP4_BLOCK
-    symmetric: bool = True
-    zeros: None = None
-    outliers: None = None
-
-    @property
-    def rows(self) -> int:
-        return len(self.codes)
-
-    @property
-    def columns(self) -> int:
-        return self.codes.shape[1] * MXFP4_BLOCK
-
-    @property
-    def packed(self) -> np.ndarray:
-        """Returns twice the numbers, plus 128."""
-        return (2 * self._numbers() + 128).astype(np.uint8)
-
-    @property
-    def scales(self) -> np.ndarray:
-        """Returns half the scales."""
-        return self._scales(0.5)
-
-    def values(self) -> np.ndarray:
-        """Dequantizes the matrix, float32 [N, K]."""
-        return (self._numbers() * self._scales(1.0)[..., None]).reshape(self.rows, self.columns)
-
-    def _scales(self, factor: float) -> np.ndarray:
-        return np.ldexp(np.float32(factor), self.exponents.astype(np.int32) - EXPONENT_BIAS)
-
-    def _numbers(self) -> np.ndarray:
-        codes = np.stack([self.codes & 15, self.codes >> 4], axis=-1)
-        return E2M1[codes].reshape(*self.codes.shape[:2], MXFP4_BLOCK)
 
 
 @dataclass(frozen=True, eq=False)

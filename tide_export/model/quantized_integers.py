@@ -1,11 +1,11 @@
-"""Converts integer matrices of GPTQ and AWQ checkpoints for ONNX Runtime's matmuls.
+"""Converts integer matrices of GPTQ, AWQ and compressed-tensors checkpoints for ONNX Runtime's matmuls.
 
 They are integers packed into int32 words, with a scale and a zero point per group of inputs. `CheckpointMatrix` cuts
 its rows into blocks, as `quantized_weights.Blocks`, without rounding: no number is computed, scales are widened to
 float32, and a group longer than a block has its scale in each.
 
 Formats: GPTQ, https://arxiv.org/abs/2210.17323, as AutoGPTQ and GPTQModel store it (`gptq` and `gptq_v2`); AWQ,
-https://arxiv.org/abs/2306.00978, as AutoAWQ stores it (`gemm`).
+https://arxiv.org/abs/2306.00978, as AutoAWQ stores it (`gemm`); compressed-tensors' `pack-quantized`.
 """
 
 from collections.abc import Callable
@@ -201,6 +201,25 @@ def read_awq(parts: dict[str, torch.Tensor], group_size: int) -> IntegerWeight:
     """
     words, zeros = parts["qweight"], _awq_columns(parts["qzeros"]).to(torch.int16)
     return IntegerWeight(words, _awq_columns, 4, parts["scales"], zeros, _consecutive(len(words), group_size))
+
+
+def read_compressed(parts: dict[str, torch.Tensor], bits: int, group_size: int) -> IntegerWeight:
+    """Reads a matrix in the format `pack-quantized` of compressed-tensors.
+
+    Args:
+        parts: weight_packed int32 [N, K * bits / 32], weight_scale [N, G], weight_zero_point int32 [N * bits / 32, G]
+            (by default the middle of the integers) and weight_g_idx int32 [K] (by default, groups of consecutive
+            inputs).
+    """
+    words, scales = parts["weight_packed"], parts["weight_scale"].T
+    inputs, middle = words.shape[1] * WORD // bits, 2 ** (bits - 1)
+    zeros = torch.full(scales.shape, middle, dtype=torch.int16)
+    if "weight_zero_point" in parts:
+        zeros = unpack(parts["weight_zero_point"], bits, dim=0)[: len(words)].T.to(torch.int16)
+    groups = parts["weight_g_idx"].long() if "weight_g_idx" in parts else torch.tensor([-1])
+    if bool((groups < 0).any()):
+        groups = _consecutive(inputs, group_size)
+    return IntegerWeight(words, lambda words: unpack(words, bits, dim=1).T, bits, scales, zeros, groups)
 
 
 def _awq_columns(words: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from tide_export.bundle.manifest import CHECKPOINT, INT8_MATMULS, Quantization
 from tide_export.common.memory import FreeMemory
-from tide_export.model.quantized_experts import MXFP4_BLOCK, IntegerExperts, Mxfp4Experts
+from tide_export.model.fp4_matrices import MXFP4_BLOCK, Nvfp4Matrix
+from tide_export.model.quantized_experts import IntegerExperts, Mxfp4Experts
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of, is_symmetric
 from tide_export.model.quantized_weights import Fp8Matrix, IntegerMatrix, QuantizedWeights
 from tide_export.model.structure import offload_hooks
@@ -25,7 +26,7 @@ from tide_export.model.structure import offload_hooks
 LARGE = 2**19  # numbers from which on a matrix in 16 bits is kept
 KEPT = "_tide_kept_weights"
 
-Kept = IntegerWeight | Mxfp4Experts | IntegerExperts | torch.Tensor
+Kept = IntegerWeight | Nvfp4Matrix | Mxfp4Experts | IntegerExperts | torch.Tensor
 
 
 def keep(module: nn.Module, name: str, weight: Kept) -> bool:
@@ -38,7 +39,7 @@ def keep(module: nn.Module, name: str, weight: Kept) -> bool:
     elif isinstance(weight, IntegerWeight):
         kept = block_size_of(weight) is not None
     else:
-        kept = isinstance(weight, Mxfp4Experts) or weight.is_kept
+        kept = not isinstance(weight, IntegerExperts) or weight.is_kept
     if kept:
         vars(module).setdefault(KEPT, {})[name] = weight
     return kept
@@ -51,6 +52,9 @@ def widened(weight: Kept, inputs_first: bool) -> torch.Tensor:
     """
     if isinstance(weight, torch.Tensor):
         return weight.float()
+    if isinstance(weight, Nvfp4Matrix):
+        dense = torch.from_numpy(weight.values())
+        return dense.T if inputs_first else dense
     dense = weight.dequantize()
     return dense.T if isinstance(weight, IntegerWeight) and not inputs_first else dense
 
@@ -96,22 +100,26 @@ def _quantized(weights: Mapping[str, Any]) -> QuantizedWeights | None:
         integers += [weight] if isinstance(weight, IntegerWeight) else []
     if not weights:
         return None
+    matrices = [weight for weight in weights.values() if isinstance(weight, Nvfp4Matrix)]
     sizes = [size for weight in integers if (size := block_size_of(weight)) is not None]
     settings = Quantization(
         method=CHECKPOINT,
-        bits=integers[0].bits if integers else 4,
-        block_size=min(sizes, default=MXFP4_BLOCK),
+        bits=integers[0].bits if integers else matrices[0].bits if matrices else 4,
+        block_size=min(sizes, default=matrices[0].block_size if matrices else MXFP4_BLOCK),
         symmetric=all(map(is_symmetric, integers)),
         accuracy_level=INT8_MATMULS,
     )
-    matrices = dict[str, IntegerMatrix | Fp8Matrix]()
+    blocks = dict[str, IntegerMatrix | Fp8Matrix]()
     for name, weight in weights.items():
+        if isinstance(weight, Nvfp4Matrix):
+            blocks[name] = weight
+            continue
         if isinstance(weight, IntegerWeight):
-            matrices[name] = CheckpointMatrix(weight, settings.block_size, settings.symmetric)
+            blocks[name] = CheckpointMatrix(weight, settings.block_size, settings.symmetric)
             continue
         experts = weight.matrices(settings.block_size) if isinstance(weight, IntegerExperts) else weight.matrices
-        matrices |= {f"{name}.{index}": matrix for index, matrix in enumerate(experts)}
-    return QuantizedWeights(settings, matrices)
+        blocks |= {f"{name}.{index}": matrix for index, matrix in enumerate(experts)}
+    return QuantizedWeights(settings, blocks)
 
 
 class _Stored(Mapping[str, torch.Tensor]):

@@ -19,7 +19,7 @@ from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.layers import inline_layers
-from tide_export.model.quantized_experts import Mxfp4Matrix
+from tide_export.model.fp4_matrices import Mxfp4Matrix
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
 from tide_export.names.operators import (

@@ -36,7 +36,7 @@ from tide_export.graph.rewriting import (
 )
 from tide_export.lower.onnxruntime.half_weights import is_exact_in, narrowed
 from tide_export.lower.onnxruntime.quantized_matmuls import add_matmul_functions
-from tide_export.model.quantized_experts import E2M1, EXPONENT_BIAS, Mxfp4Matrix
+from tide_export.model.fp4_matrices import E2M1, EXPONENT_BIAS, Mxfp4Matrix
 from tide_export.model.quantized_weights import Fp8Matrix, IntegerMatrix
 from tide_export.names.operators import (
     DOMAIN,

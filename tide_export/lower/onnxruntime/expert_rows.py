@@ -1,8 +1,8 @@
 """Keeps new tokens on the second axis in a mixture of experts.
 
-So it can be part of one operator of layers. Models merge batch and tokens around it: states [N, D] between Reshapes from and to [1, N, D]. What multiplies by the
-experts, and all after it that computes every row alike, is computed with the first axis kept; what it reads of other
-nodes (the choice of the experts and their shares) gets one.
+So it can be part of one operator of layers. Models merge batch and tokens around it: states [N, D] between Reshapes
+from and to [1, N, D]. What multiplies by the experts, and all after it that computes every row alike, is computed with
+the first axis kept; what it reads of other nodes (the choice of the experts and their shares) gets one.
 """
 
 from collections.abc import Sequence
