@@ -1,4 +1,4 @@
-"""Converts integer matrices of GPTQ, AWQ and compressed-tensors checkpoints for ONNX Runtime's matmuls.
+"""Converts integer matrices of packed checkpoints for ONNX Runtime's matmuls.
 
 They are integers packed into int32 words, with a scale and a zero point per group of inputs. `CheckpointMatrix` cuts
 its rows into blocks, as `quantized_weights.Blocks`, without rounding: no number is computed, scales are widened to
