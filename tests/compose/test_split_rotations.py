@@ -17,7 +17,9 @@ HEADER = (
 )
 WEIGHTS = """float[2] two = {1.0, 0.3}, float[4] four = {1.0, 0.3, 0.1, 0.02}, float factor = {1.25},
     int64[1] none = {0}, int64[1] one = {1}, int64[1] last = {2}, int64[1] third = {3},
-    int64[1] a = {2}, int64[1] b = {4}, int64[1] end = {9223372036854775807}, int64[2] swapped = {1, 0}"""
+    int64[1] a = {2}, int64[1] b = {4}, int64[1] end = {9223372036854775807}, int64[2] swapped = {1, 0},
+    int64[1] fourth = {4}, int64[2] pair = {1, 2}, int64[3] flat_8 = {0, 0, 8}, int64[4] heads_8 = {0, 0, 0, 8},
+    int64[4] heads_4 = {0, 0, 0, 4}, int64[4] one_4 = {0, 0, 0, 4}"""
 ANGLES = "column = Unsqueeze (position_ids, last)  number = Cast <to = 1> (column)  angles = Mul (number, {width})"
 # Cosines and sines of one, which both halves share.
 SCALED = "both = Concat <axis = -1> (angles, angles)  c0 = Cos (both)  s0 = Sin (both)" + (
@@ -55,7 +57,22 @@ HALVES = """c0 = Cos (angles)  s0 = Sin (angles)  cos = Mul (c0, factor)  sin = 
     a0 = Mul (first, cos_4d)  a1 = Mul (second, sin_4d)  left = Sub (a0, a1)
     b0 = Mul (second, cos_4d)  b1 = Mul (first, sin_4d)  right = Add (b0, b1)
     y = Concat <axis = -1> (left, right)"""
+TURN = """first = Slice ({x}, none, end, third, last)  second = Slice ({x}, one, end, third, last)
+    minus = Neg (second)  minus_5d = Unsqueeze (minus, fourth)  first_5d = Unsqueeze (first, fourth)
+    pairs = Concat <axis = -1> (minus_5d, first_5d)  turned = Reshape (pairs, {shape})
+    kept = Mul ({x}, cos_4d)  moved = Mul (turned, sin_4d)  {y} = Add (kept, moved)"""
+# As Cohere repeats its angles, and as GLM repeats cosines.
+NEIGHBOURS = f"""each = Unsqueeze (angles, third)  twice = Expand (each, pair)  both = Reshape (twice, flat_8)
+    c0 = Cos (both)  s0 = Sin (both)  cos_4d = Unsqueeze (c0, one)  sin_4d = Unsqueeze (s0, one)
+    {TURN.format(x="x", y="y", shape="heads_8")}"""
+PART_OF_NEIGHBOURS = f"""c0 = Cos (angles)  s0 = Sin (angles)  c1 = Unsqueeze (c0, one)  s1 = Unsqueeze (s0, one)
+    c2 = Unsqueeze (c1, fourth)  c3 = Expand (c2, pair)  cos_4d = Reshape (c3, one_4)
+    s2 = Unsqueeze (s1, fourth)  s3 = Expand (s2, pair)  sin_4d = Reshape (s3, one_4)
+    part = Slice (x, none, b, third, one)  rest = Slice (x, b, end, third, one)
+    {TURN.format(x="part", y="rotated", shape="heads_4")}  y = Concat <axis = -1> (rotated, rest)"""
 FOUND = {
+    "neighbours": (ANGLES.format(width="four") + NEIGHBOURS, 0),
+    "neighbours, of a part": (ANGLES.format(width="two") + PART_OF_NEIGHBOURS, 4),
     "half by half": (ANGLES.format(width="four") + HALVES, 0),
     "scaled": (ANGLES.format(width="four") + SCALED + WHOLE, 0),
     "chosen by sections, of a part": (ANGLES.format(width="two") + CHOSEN + PART, 4),
@@ -97,6 +114,22 @@ def test_cosines_of_another_width_are_left() -> None:
     before, model = run(model_of(body)), model_of(body)
     assert not SplitRotationsPass()(model).modified
     np.testing.assert_array_equal(run(model), before)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("second = Slice (x, one, end, third, last)", "second = Slice (x, none, end, third, last)"),
+        ("both = Reshape (twice, flat_8)", "both = Concat <axis = -1> (angles, angles)"),
+    ],
+    ids=["the same number twice", "cosines by halves"],
+)
+def test_other_neighbours_are_left(before: str, after: str) -> None:
+    assert before in NEIGHBOURS
+    body = ANGLES.format(width="four") + NEIGHBOURS.replace(before, after)
+    expected, model = run(model_of(body)), model_of(body)
+    assert not SplitRotationsPass()(model).modified
+    np.testing.assert_array_equal(run(model), expected)
 
 
 def test_halves_that_differ_are_left() -> None:

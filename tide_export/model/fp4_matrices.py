@@ -13,6 +13,7 @@ import torch
 
 POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # the number of each code of three bits; then the sign
 E2M1 = np.concatenate([POSITIVE, -POSITIVE])
+PAIRS = E2M1[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1)]  # the numbers of every byte
 MXFP4_BLOCK = 32
 EXPONENT_BIAS = 127
 NOT_A_NUMBER = 255  # of E8M0
@@ -65,8 +66,7 @@ class Fp4Matrix(ABC):
         return (self._numbers() * self.block_scales[..., None]).reshape(self.rows, self.columns)
 
     def _numbers(self) -> np.ndarray:
-        codes = np.stack([self.codes & 15, self.codes >> 4], axis=-1)
-        return E2M1[codes].reshape(*self.codes.shape[:2], self.block_size)
+        return PAIRS[self.codes].reshape(*self.codes.shape[:2], self.block_size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """Makes rotations of queries and keys `RotaryEmbedding`, where the exporter's own rule does not.
 
 Its rule takes cosines of angles that are repeated for both halves of a head. Here any cosines and sines may be: those
-that a scaling factor multiplies (yarn), and those that are chosen by sections for images (M-RoPE); and halves that are
-rotated one by one (gpt-oss), by cosines of half a head's width.
+that a scaling factor multiplies (yarn), and those that are chosen by sections for images (M-RoPE); halves that are
+rotated one by one (gpt-oss), by cosines of half a head's width; and neighbours that are rotated (GLM, ERNIE, Cohere).
 """
 
 import onnx_ir as ir
@@ -16,9 +16,9 @@ from tide_export.graph.rewriting import rank
 
 class SplitRotationsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = RewriteRuleSet([_RepeatedCosines.rule(), _Halves.rule()]).apply_to_model(model)
+        found = RewriteRuleSet([_RepeatedCosines.rule(), _Halves.rule(), _Neighbours.rule()]).apply_to_model(model)
         common_passes.RemoveUnusedNodesPass()(model)  # the next rule removes what it replaces, if nothing else reads it
-        RewriteRuleSet([exporter_rules.PartialRotaryEmbedding23Fusion.rule()]).apply_to_model(model)
+        RewriteRuleSet([_Part.rule()]).apply_to_model(model)
         common_passes.CommonSubexpressionEliminationPass()(model)  # or each rotation has tables of its own
         return ir.passes.PassResult(model, modified=found > 0)
 
@@ -70,6 +70,76 @@ class _Halves(RewriteRuleClassBase):
 
     def rewrite(self, op, x, cos, sin, **_) -> ir.Value:
         return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=x.shape[1])
+
+
+class _Neighbours(RewriteRuleClassBase):
+    """`x * cos + [-second, first of each two] * sin`, where cos and sin are the same for both."""
+
+    def __init__(self) -> None:
+        super().__init__(remove_nodes=False)
+
+    def pattern(self, op, x, cos, sin, start1, start2, end1, end2, axis1, axis2, step1, step2, m1, m2, shape):
+        first = op.Slice(x, start1, end1, axis1, step1)
+        second = op.Slice(x, start2, end2, axis2, step2)
+        pairs = op.Concat(op.Unsqueeze(op.Neg(second), m2), op.Unsqueeze(first, m1), axis=-1)
+        return x * cos + op.Reshape(pairs, shape) * sin
+
+    def check(self, op, x, cos, sin, start1, start2, end1, end2, axis1, axis2, step1, step2, m1, m2, **_):
+        result = MatchResult()
+        if x.shape is None or len(x.shape) != 4 or not all(isinstance(x.shape[axis], int) for axis in (1, 3)):
+            return result.fail("x is no heads of a known number and width")
+        width = x.shape[3]
+        halves = (start1, start2, axis1, axis2, step1, step2)
+        if tuple(map(_number, halves)) not in {(0, 1, axis, axis, 2, 2) for axis in (3, -1)}:
+            return result.fail("they are no neighbours")
+        if min(_number(end1) or 0, _number(end2) or 0) < width or {_number(m1), _number(m2)} - {4, -1}:
+            return result.fail("they are not all neighbours")
+        for table in (cos, sin):
+            if table.shape is None or len(table.shape) != 4 or table.shape[1] != 1 or table.shape[3] != width:
+                return result.fail("cosines or sines are not the same for all heads")
+            if not _repeats_each(table):
+                return result.fail("cosines or sines are not the same for neighbours")
+        return result
+
+    def rewrite(self, op, x, cos, sin, **_) -> ir.Value:
+        zero, end, heads = (op.Constant(value_ints=[number]) for number in (0, x.shape[3], 1))
+        axis, step = op.Constant(value_ints=[3]), op.Constant(value_ints=[2])
+        tables = [op.Squeeze(op.Slice(value, zero, end, axis, step), heads) for value in (cos, sin)]
+        return op.RotaryEmbedding(x, *tables, interleaved=1, num_heads=x.shape[1])
+
+
+class _Part(exporter_rules.PartialRotaryEmbedding23Fusion):
+    """The exporter's rule for a rotation of a head's first numbers, for neighbours too."""
+
+    def check(self, op, x, end1, start2, x_part_1_rope, **_) -> MatchResult:
+        result = MatchResult()
+        if _number(end1) is None or _number(end1) != _number(start2):
+            return result.fail("the parts do not meet")
+        if "rotary_embedding_dim" in x_part_1_rope.producer().attributes:
+            return result.fail("it rotates a part already")
+        return result
+
+
+def _number(value: ir.Value | None) -> int | None:
+    """Returns the one number of a constant."""
+    stored = None if value is None else value.const_value
+    return int(stored.numpy().item()) if stored is not None and stored.size == 1 else None
+
+
+def _repeats_each(value: ir.Value | None) -> bool:
+    """Whether each two neighbours of the last axis are the same: repeated numbers, and functions of these."""
+    node = None if value is None else value.producer()
+    if value is None or node is None:
+        return False
+    if node.op_type == "Reshape":
+        expand = node.inputs[0].producer() if node.inputs[0] is not None else None
+        wide, merged = (list(each.shape or []) for each in (node.inputs[0] or value, value))
+        repeated = expand is not None and expand.op_type == "Expand" and wide[-1:] == [2]
+        return repeated and len(wide) == len(merged) + 1 and merged[-1] == 2 * wide[-2]
+    if node.op_type == "Unsqueeze" and _number(node.inputs[1]) in (0, 1):
+        return _repeats_each(node.inputs[0])
+    varied = [each for each in node.inputs if each is not None and rank(each) != 0]
+    return node.op_type in ("Cos", "Sin", "Mul", "Cast") and len(varied) == 1 and _repeats_each(varied[0])
 
 
 def _repeats(value: ir.Value) -> bool:
