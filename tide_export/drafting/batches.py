@@ -8,7 +8,7 @@ import torch
 
 from tide_export.drafting.store import Answer, AnswerStore
 
-MAX_POSITIONS = 3400  # per batch, padding included
+MAX_POSITIONS = 1700  # per batch, padding included
 SORTED = 160  # answers per group that is sorted by length
 
 

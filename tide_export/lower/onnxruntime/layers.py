@@ -146,8 +146,7 @@ def _is_known(node: ir.Node) -> bool:
     if not read or len(_states(made)) < len(made) or len({required(value.shape)[1] for value in (*read, *made)}) > 1:
         return False
     if node.domain == DOMAIN:
-        one = node.op_type in HEAVY or keeps
-        return (one and not node.overload) or node.op_type in (OP_GATE, OP_LORA)
+        return node.op_type in HEAVY or keeps or node.op_type in (OP_GATE, OP_LORA)
     kind, first = (node.domain, node.op_type), made[0]
     if kind in NORMS:
         weights = node.inputs[1:]
@@ -298,8 +297,17 @@ def _function(
         opset_imports={domain: imports.get(domain, 1) for domain in sorted({"", *(node.domain for node in nodes)})},
         name=layers.op_type,
     )
+    _inline_overloads(model, body)
     attributes = [ir.Attr("nodes", ir.AttributeType.STRING, None)]
     return ir.Function(DOMAIN, layers.op_type, layers.overload, graph=body, attributes=attributes)
+
+
+def _inline_overloads(model: ir.Model, body: ir.Graph) -> None:
+    """Replaces calls of functions with an overload, which ONNX Runtime loses of nodes in a function."""
+    called = {node.op_identifier() for node in body if node.overload}
+    functions = [model.functions[identifier].clone() for identifier in called]
+    if functions:
+        common_passes.InlinePass()(ir.Model(body, ir_version=required(model.ir_version), functions=functions))
 
 
 def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> str:
