@@ -92,6 +92,21 @@ def test_a_rotation_becomes_one_node_with_tables(body: str, part: int) -> None:
     np.testing.assert_allclose(run(model), before, atol=1e-6)
 
 
+def test_heads_after_the_tokens_are_swapped_once() -> None:
+    """As Gemma 4 has them: it swaps them after the rotation, for attention."""
+    turned = ROTATE.format(x="late", half="b", y="rotated").replace("Unsqueeze (cos, one)", "Unsqueeze (cos, last)")
+    turned = turned.replace("Unsqueeze (sin, one)", "Unsqueeze (sin, last)")
+    body = f"""{ANGLES.format(width="four")}{SCALED}  late = Transpose <perm = [0, 2, 1, 3]> (x)
+        {turned}  early = Transpose <perm = [0, 2, 1, 3]> (rotated)  y = Neg (early)"""
+    before, model = run(model_of(body)), model_of(body)
+    assert SplitRotationsPass()(model).modified
+    RotaryTablesPass(9)(model)
+    common_passes.RemoveUnusedNodesPass()(model)
+    assert [node.op_type for node in model.graph] == ["RotaryEmbedding", "Neg"]
+    assert model.graph[0].outputs[0].shape == model.graph.inputs[0].shape
+    np.testing.assert_allclose(run(model), before, atol=1e-6)
+
+
 def test_two_rotations_share_their_tables() -> None:
     both = ROTATE.format(x="x", half="b", y="query")
     other = both.replace("cos_4d = Unsqueeze (cos, one)  sin_4d = Unsqueeze (sin, one)", "doubled = Add (x, x)")

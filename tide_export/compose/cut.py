@@ -19,9 +19,9 @@ from onnx_ir.passes import common as common_passes
 from tide_export.bundle.model_info import LoraInfo, StateInfo
 from tide_export.compose.lora import lora_of
 from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
-from tide_export.compose.passes.centered_norms import CenteredNormsPass
 from tide_export.compose.passes.counted_positions import CountedPositionsPass
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
+from tide_export.compose.passes.norms import NormsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.shared_keys import KV_LAYER, SharedKeysPass
 from tide_export.compose.passes.split_rotations import SplitRotationsPass
@@ -194,7 +194,7 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         MaskedFillsPass(),
         CountedPositionsPass(),
         SplitRotationsPass(),
-        CenteredNormsPass(),
+        NormsPass(),
         RotaryTablesPass(max_length),
         SharedKeysPass(),
         CarriedStatesPass(bounds, propagating),

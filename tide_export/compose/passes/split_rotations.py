@@ -1,7 +1,8 @@
 """Makes rotations of queries and keys `RotaryEmbedding`, where the exporter's own rule does not.
 
 Its rule takes cosines of angles that are repeated for both halves of a head. Here any cosines and sines may be: those
-that a scaling factor multiplies (yarn), and those that are chosen by sections for images (M-RoPE); halves that are
+that a scaling factor multiplies (yarn), and those that are chosen by sections for images (M-RoPE), of heads before or
+after the tokens' axis (Gemma 3n and 4); halves that are
 rotated one by one (gpt-oss), by cosines of half a head's width; and neighbours that are rotated (GLM, ERNIE, Cohere).
 """
 
@@ -11,7 +12,7 @@ from onnxscript.rewriter import MatchResult, RewriteRuleSet
 from onnxscript.rewriter.pattern import RewriteRuleClassBase
 from onnxscript.rewriter.rules.fusion import _rotary_embedding as exporter_rules
 
-from tide_export.graph.rewriting import rank
+from tide_export.graph.rewriting import SWAP_HEADS, nodes_of, producer, rank, required
 
 
 class SplitRotationsPass(ir.passes.InPlacePass):
@@ -19,8 +20,32 @@ class SplitRotationsPass(ir.passes.InPlacePass):
         found = RewriteRuleSet([_RepeatedCosines.rule(), _Halves.rule(), _Neighbours.rule()]).apply_to_model(model)
         common_passes.RemoveUnusedNodesPass()(model)  # the next rule removes what it replaces, if nothing else reads it
         RewriteRuleSet([_Part.rule()]).apply_to_model(model)
+        _keep_shapes(model.graph)
+        for node in nodes_of(model.graph, "Transpose"):
+            _undo_twice(node)
         common_passes.CommonSubexpressionEliminationPass()(model)  # or each rotation has tables of its own
         return ir.passes.PassResult(model, modified=found > 0)
+
+
+def _keep_shapes(graph: ir.Graph) -> None:
+    """Gives values that a rule added between others their types and shapes."""
+    for node in graph:
+        swaps = list(node.attributes.get_ints("perm", [])) == SWAP_HEADS
+        if node.outputs[0].shape is not None or not (swaps or node.op_type == "RotaryEmbedding"):
+            continue
+        x, result = required(node.inputs[0]), node.outputs[0]
+        result.type = x.type
+        if x.shape is not None:
+            result.shape = ir.Shape([x.shape[axis] for axis in SWAP_HEADS]) if swaps else x.shape
+
+
+def _undo_twice(node: ir.Node) -> None:
+    """Lets readers of a Transpose that undoes another read what that one reads."""
+    before = producer(node.inputs[0], "Transpose")
+    if before is None or node.outputs[0].is_graph_output():
+        return
+    if all(list(each.attributes.get_ints("perm", [])) == SWAP_HEADS for each in (node, before)):
+        node.outputs[0].replace_all_uses_with(required(before.inputs[0]))
 
 
 class _RepeatedCosines(RewriteRuleClassBase):
@@ -33,17 +58,28 @@ class _RepeatedCosines(RewriteRuleClassBase):
         halves = exporter_rules._rotate_half_pattern(op, x, start1, end1, start2, end2)
         return x * op.Unsqueeze(cos, one1) + halves * op.Unsqueeze(sin, one2)
 
-    def check(self, op, x, cos, sin, **others) -> MatchResult:
-        result = exporter_rules.RotaryEmbedding23Fusion().check(op, x, **others)
-        if result and not (_repeats(cos) and _repeats(sin)):
+    def check(self, op, x, cos, sin, start1, end1, start2, end2, one1, one2, **_) -> MatchResult:
+        result, heads = MatchResult(), _number(one1)
+        if heads not in (1, 2) or _number(one2) != heads:
+            return result.fail("cosines or sines are not the same for all heads")
+        if x.shape is None or len(x.shape) != 4 or not all(isinstance(x.shape[axis], int) for axis in (heads, 3)):
+            return result.fail("x is no heads of a known number and width")
+        half, ends = x.shape[3] // 2, [_number(value) for value in (start1, end1, start2)]
+        if ends != [0, half, half] or (_number(end2) or 0) < x.shape[3]:
+            return result.fail("they are no halves")
+        if not (_repeats(cos) and _repeats(sin)):
             return result.fail("cosines or sines are not the same for both halves")
         return result
 
-    def rewrite(self, op, x, cos, sin, **_) -> ir.Value:
+    def rewrite(self, op, x, cos, sin, one1, **_) -> ir.Value:
         begin, axis = op.Constant(value_ints=[0]), op.Constant(value_ints=[2])
         half = op.Constant(value_ints=[x.shape[3] // 2])
         tables = [op.Slice(value, begin, half, axis) for value in (cos, sin)]
-        return op.RotaryEmbedding(x, *tables, interleaved=0, num_heads=x.shape[1])
+        if _number(one1) == 1:
+            return op.RotaryEmbedding(x, *tables, interleaved=0, num_heads=x.shape[1])
+        turned = op.Transpose(x, perm=SWAP_HEADS)
+        rotated = op.RotaryEmbedding(turned, *tables, interleaved=0, num_heads=x.shape[2])
+        return op.Transpose(rotated, perm=SWAP_HEADS)
 
 
 class _Halves(RewriteRuleClassBase):
