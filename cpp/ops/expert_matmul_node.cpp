@@ -13,7 +13,7 @@
 namespace tide_ops {
 namespace {
 
-constexpr std::int64_t kPreparedRows = 4;       // by one thread at a time
+constexpr std::int64_t kPreparedRows = 4;  // by one thread at a time
 
 // Rows by their expert, in memory of floats that are not read as such.
 struct Sorted {

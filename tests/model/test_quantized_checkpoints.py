@@ -205,6 +205,56 @@ def test_packed_tensors_that_do_not_fit_are_named(how: str, tmp_path: Path) -> N
     assert sentence in str(caught.value)
 
 
+ZEROS = compressed("pack-quantized", INT4 | {"symmetric": False})
+UP = "model.layers.0.mlp.up_proj.weight"
+SPOILED_FP4 = {
+    "nvfp4 without the divisor": (lambda tensors: tensors.pop(f"{UP}_global_scale"), "but no weight_global_scale"),
+    "nvfp4, too few scales": (lambda tensors: tensors.update({f"{UP}_scale": tensors[f"{UP}_scale"][:1]}), "packed as"),
+    "no zero points": (lambda tensors: tensors.pop(f"{UP}_zero_point"), "but no weight_zero_point"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED_FP4)
+def test_tensors_of_compressed_tensors_that_do_not_fit_are_named(how: str, tmp_path: Path) -> None:
+    settings = compressed("nvfp4-pack-quantized", NVFP4) if how.startswith("nvfp4") else ZEROS
+    quantize = nvfp4 if how.startswith("nvfp4") else compressed_words(zeros=True)
+    _, tensors = write(tmp_path / "model", LLAMA, settings, quantize)
+    spoil, sentence = SPOILED_FP4[how]
+    spoil(tensors)
+    replace(tmp_path / "model", settings, tensors)
+    with pytest.raises(ModelError, match="cannot load the weights of model") as caught:
+        load_model(str(tmp_path / "model"))
+    assert sentence in str(caught.value)
+
+
+SPOILED_MXFP4 = {
+    "no scales": (lambda tensors, name: tensors.pop(f"{name}_scales"), "is in MXFP4 but has no"),
+    "too few scales": (
+        lambda tensors, name: tensors.update({f"{name}_scales": tensors[f"{name}_scales"][:1]}),
+        "for scales of another number",
+    ),
+    "too few blocks": (
+        lambda tensors, name: tensors.update(
+            {f"{name}_{part}": tensors[f"{name}_{part}"][:, :1].contiguous() for part in ("blocks", "scales")}
+        ),
+        "is packed as",
+    ),
+    "not a number": (lambda tensors, name: tensors[f"{name}_scales"].fill_(255), "holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED_MXFP4)
+def test_mxfp4_that_does_not_fit_is_named(how: str, tmp_path: Path) -> None:
+    name = sorted(write_mxfp4(tmp_path))[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    spoil, sentence = SPOILED_MXFP4[how]
+    spoil(tensors, name)
+    replace(tmp_path, {"quant_method": "mxfp4"}, tensors)
+    with pytest.raises(ModelError, match="cannot load the weights of model") as caught:
+        load_model(tmp_path, packed=True)
+    assert sentence in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("scheme", "quantize"),
     [

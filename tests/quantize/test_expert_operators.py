@@ -46,7 +46,9 @@ def matrices(kind: str, experts: int, n_size: int, k_size: int) -> list:
     return [round_to_nearest(weight, settings) for weight in weights]
 
 
-def model(kind: str, experts: int, n_size: int, k_size: int, rows: int, lead: tuple = ("t",)) -> tuple[bytes, list]:
+def model(
+    kind: str, experts: int, n_size: int, k_size: int, rows: int | str, lead: tuple = ("t",)
+) -> tuple[bytes, list]:
     """x [lead, rows, K] times the experts [lead, 3]; and the values of the matrices [N, K]."""
     x = ir.Value(name="x", type=ir.TensorType(FLOAT), shape=ir.Shape([*lead, rows, k_size]))
     choice = ir.Value(name="experts", type=ir.TensorType(INT64), shape=ir.Shape([*lead, CHOSEN]))
@@ -136,7 +138,7 @@ def test_an_expert_that_there_is_not_gives_no_number(operator_library: Path, tmp
 def test_rows_that_do_not_fit_the_choice_are_refused(
     operator_library: Path, rows: int, tokens: int, tmp_path: Path
 ) -> None:
-    proto, _ = model("bf16", 4, 16, 32, "c")  # type: ignore[arg-type]
+    proto, _ = model("bf16", 4, 16, 32, "c")
     inputs = {"x": np.ones((5, rows, 32), np.float32), "experts": np.zeros((tokens, CHOSEN), np.int64)}
     with pytest.raises(Exception, match="takes x"):
         opened(proto, tmp_path).run(None, inputs)

@@ -17,6 +17,7 @@ OutputType = tuple[ir.DataType | None, Iterable[Any] | None]  # dtype and shape,
 
 HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 BOOL, FLOAT, INT32, INT64 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
+MAX_NUMBERS = 4  # of a constant that is read as numbers
 SWAP_HEADS = [0, 2, 1, 3]  # [B, H, S, Dh] <-> [B, S, H, Dh]
 
 
@@ -134,6 +135,18 @@ def last_dim(value: ir.Value | None) -> int | None:
 def is_weight(value: ir.Value | None, of_rank: int) -> bool:
     """Whether `value` is an initializer of that rank."""
     return value is not None and value.is_initializer() and rank(value) == of_rank
+
+
+def number_of(value: ir.Value | None) -> int | float | None:
+    """Returns the number of a constant that holds one; None: it is no such constant."""
+    stored = None if value is None else value.const_value
+    return stored.numpy().item() if stored is not None and stored.size == 1 else None
+
+
+def numbers_of(value: ir.Value | None) -> list | None:
+    """Returns the numbers of a constant, flat; None: it is none, or holds more than `MAX_NUMBERS`."""
+    stored = None if value is None else value.const_value
+    return stored.numpy().reshape(-1).tolist() if stored is not None and stored.size <= MAX_NUMBERS else None
 
 
 def typed_value(name: str, dtype: ir.DataType, shape: Iterable[Any]) -> ir.Value:

@@ -123,6 +123,7 @@ def _compressed_tensors(settings: dict[str, Any]) -> tuple[str, str | None]:
     if problem is None and settings.get("format") == "pack-quantized" and _is_packed_integers(scheme):
         size = scheme.get("group_size") or -1
         settings |= {"quant_method": "tide_export", "layout": COMPRESSED, "bits": bits, "group_size": size}
+        settings["zero_points"] = not scheme.get("symmetric", True)
     if problem is None and settings.get("format") == "nvfp4-pack-quantized" and scheme.get("group_size") == 16:
         settings |= {"quant_method": "tide_export", "layout": NVFP4, "bits": 4}
     settings["dequantize"] = True
@@ -161,8 +162,17 @@ def _require_compressed_tensors(name: str) -> None:
 class _PackedConfig(QuantizationConfigMixin):
     """The settings of a checkpoint whose weights are packed, for `_PackedQuantizer`."""
 
-    def __init__(self, bits: int, layout: str, group_size: int = 128, packed: bool = False, **_other: Any):
+    def __init__(
+        self,
+        bits: int,
+        layout: str,
+        group_size: int = 128,
+        packed: bool = False,
+        zero_points: bool = False,
+        **_other: Any,
+    ):
         self.quant_method: Any = "tide_export"
+        self.zero_points = zero_points  # of compressed-tensors
         self.bits, self.layout, self.group_size = int(bits), layout, int(group_size)
         self.dequantize, self.packed = True, packed
 
@@ -171,7 +181,9 @@ class _PackedConfig(QuantizationConfigMixin):
         """Returns the tensors of a packed weight; without the first it is not packed."""
         if self.layout == NVFP4:
             return tuple(f"weight_{part}" for part in NVFP4_PARTS)
-        return ("weight_packed", "weight_scale") if self.layout == COMPRESSED else ("qweight", "qzeros", "scales")
+        if self.layout == COMPRESSED:
+            return ("weight_packed", "weight_scale", *(["weight_zero_point"] if self.zero_points else []))
+        return ("qweight", "qzeros", "scales")
 
     def read(self, parts: dict[str, torch.Tensor]) -> IntegerWeight:
         if self.layout == "awq gemm":

@@ -14,6 +14,7 @@ from tide_export.graph.rewriting import (
     is_weight,
     last_dim,
     nodes_of,
+    number_of,
     op_before,
     producer,
     rank,
@@ -55,7 +56,7 @@ def _bare(product: ir.Node) -> tuple[ir.Value, float] | None:
         power = producer(mean.inputs[0], "Pow") if mean is not None else None
         if x is None or total is None or mean is None or power is None or power.inputs[0] is not x:
             continue
-        epsilon, exponent = _number(total.inputs[1]), _number(power.inputs[1])
+        epsilon, exponent = number_of(total.inputs[1]), number_of(power.inputs[1])
         known = x.dtype == FLOAT and last_dim(x) is not None and exponent == 2
         if known and epsilon is not None and _is_of_last_axis(mean):
             return x, epsilon
@@ -74,11 +75,5 @@ def _centered(norm: ir.Node) -> ir.Value | None:
 
 
 def _is_of_last_axis(mean: ir.Node) -> bool:
-    axes = mean.inputs[1].const_value if len(mean.inputs) > 1 and mean.inputs[1] is not None else None
-    last = (rank(mean.inputs[0]) or 0) - 1
-    return axes is not None and axes.numpy().tolist() in ([-1], [last]) and bool(mean.attributes.get_int("keepdims", 1))
-
-
-def _number(value: ir.Value | None) -> float | None:
-    stored = None if value is None else value.const_value
-    return float(stored.numpy().item()) if stored is not None and stored.size == 1 else None
+    axis, last = number_of(mean.inputs[1] if len(mean.inputs) > 1 else None), (rank(mean.inputs[0]) or 0) - 1
+    return axis in (-1, last) and bool(mean.attributes.get_int("keepdims", 1))

@@ -2,8 +2,8 @@
 
 Its rule takes cosines of angles that are repeated for both halves of a head. Here any cosines and sines may be: those
 that a scaling factor multiplies (yarn), and those that are chosen by sections for images (M-RoPE), of heads before or
-after the tokens' axis (Gemma 3n and 4); halves that are
-rotated one by one (gpt-oss), by cosines of half a head's width; and neighbours that are rotated (GLM, ERNIE, Cohere).
+after the tokens' axis (Gemma 3n and 4); halves that are rotated one by one (gpt-oss), by cosines of half a head's
+width; and neighbours that are rotated (GLM, ERNIE, Cohere).
 """
 
 import onnx_ir as ir
@@ -12,7 +12,7 @@ from onnxscript.rewriter import MatchResult, RewriteRuleSet
 from onnxscript.rewriter.pattern import RewriteRuleClassBase
 from onnxscript.rewriter.rules.fusion import _rotary_embedding as exporter_rules
 
-from tide_export.graph.rewriting import SWAP_HEADS, nodes_of, producer, rank, required
+from tide_export.graph.rewriting import SWAP_HEADS, nodes_of, number_of, producer, rank, required
 
 
 class SplitRotationsPass(ir.passes.InPlacePass):
@@ -59,13 +59,13 @@ class _RepeatedCosines(RewriteRuleClassBase):
         return x * op.Unsqueeze(cos, one1) + halves * op.Unsqueeze(sin, one2)
 
     def check(self, op, x, cos, sin, start1, end1, start2, end2, one1, one2, **_) -> MatchResult:
-        result, heads = MatchResult(), _number(one1)
-        if heads not in (1, 2) or _number(one2) != heads:
+        result, heads = MatchResult(), number_of(one1)
+        if heads not in (1, 2) or number_of(one2) != heads:
             return result.fail("cosines or sines are not the same for all heads")
         if x.shape is None or len(x.shape) != 4 or not all(isinstance(x.shape[axis], int) for axis in (heads, 3)):
             return result.fail("x is no heads of a known number and width")
-        half, ends = x.shape[3] // 2, [_number(value) for value in (start1, end1, start2)]
-        if ends != [0, half, half] or (_number(end2) or 0) < x.shape[3]:
+        half, ends = x.shape[3] // 2, [number_of(value) for value in (start1, end1, start2)]
+        if ends != [0, half, half] or (number_of(end2) or 0) < x.shape[3]:
             return result.fail("they are no halves")
         if not (_repeats(cos) and _repeats(sin)):
             return result.fail("cosines or sines are not the same for both halves")
@@ -75,7 +75,7 @@ class _RepeatedCosines(RewriteRuleClassBase):
         begin, axis = op.Constant(value_ints=[0]), op.Constant(value_ints=[2])
         half = op.Constant(value_ints=[x.shape[3] // 2])
         tables = [op.Slice(value, begin, half, axis) for value in (cos, sin)]
-        if _number(one1) == 1:
+        if number_of(one1) == 1:
             return op.RotaryEmbedding(x, *tables, interleaved=0, num_heads=x.shape[1])
         turned = op.Transpose(x, perm=SWAP_HEADS)
         rotated = op.RotaryEmbedding(turned, *tables, interleaved=0, num_heads=x.shape[2])
@@ -98,7 +98,7 @@ class _Halves(RewriteRuleClassBase):
         shape, half = x.shape, cos.shape
         if shape is None or len(shape) != 4 or not all(isinstance(shape[axis], int) for axis in (1, 3)):
             return result.fail("x is no heads of a known number and width")
-        if any(axis.const_value is None or axis.const_value.numpy().tolist() not in ([1], 1) for axis in (one1, one2)):
+        if {number_of(one1), number_of(one2)} != {1}:
             return result.fail("cosines or sines are not the same for all heads")
         if half is None or len(half) != 3 or half[2] != shape[3] // 2 or shape[3] % 2:
             return result.fail("cosines are not of half a head")
@@ -126,9 +126,9 @@ class _Neighbours(RewriteRuleClassBase):
             return result.fail("x is no heads of a known number and width")
         width = x.shape[3]
         halves = (start1, start2, axis1, axis2, step1, step2)
-        if tuple(map(_number, halves)) not in {(0, 1, axis, axis, 2, 2) for axis in (3, -1)}:
+        if tuple(map(number_of, halves)) not in {(0, 1, axis, axis, 2, 2) for axis in (3, -1)}:
             return result.fail("they are no neighbours")
-        if min(_number(end1) or 0, _number(end2) or 0) < width or {_number(m1), _number(m2)} - {4, -1}:
+        if min(number_of(end1) or 0, number_of(end2) or 0) < width or {number_of(m1), number_of(m2)} - {4, -1}:
             return result.fail("they are not all neighbours")
         for table in (cos, sin):
             if table.shape is None or len(table.shape) != 4 or table.shape[1] != 1 or table.shape[3] != width:
@@ -149,17 +149,11 @@ class _Part(exporter_rules.PartialRotaryEmbedding23Fusion):
 
     def check(self, op, x, end1, start2, x_part_1_rope, **_) -> MatchResult:
         result = MatchResult()
-        if _number(end1) is None or _number(end1) != _number(start2):
+        if number_of(end1) is None or number_of(end1) != number_of(start2):
             return result.fail("the parts do not meet")
         if "rotary_embedding_dim" in x_part_1_rope.producer().attributes:
             return result.fail("it rotates a part already")
         return result
-
-
-def _number(value: ir.Value | None) -> int | None:
-    """Returns the one number of a constant."""
-    stored = None if value is None else value.const_value
-    return int(stored.numpy().item()) if stored is not None and stored.size == 1 else None
 
 
 def _repeats_each(value: ir.Value | None) -> bool:
@@ -172,7 +166,7 @@ def _repeats_each(value: ir.Value | None) -> bool:
         wide, merged = (list(each.shape or []) for each in (node.inputs[0] or value, value))
         repeated = expand is not None and expand.op_type == "Expand" and wide[-1:] == [2]
         return repeated and len(wide) == len(merged) + 1 and merged[-1] == 2 * wide[-2]
-    if node.op_type == "Unsqueeze" and _number(node.inputs[1]) in (0, 1):
+    if node.op_type == "Unsqueeze" and number_of(node.inputs[1]) in (0, 1):
         return _repeats_each(node.inputs[0])
     varied = [each for each in node.inputs if each is not None and rank(each) != 0]
     return node.op_type in ("Cos", "Sin", "Mul", "Cast") and len(varied) == 1 and _repeats_each(varied[0])

@@ -3,8 +3,8 @@
 Weights in 16 bits, and integers whose products round their inputs to 8 bits, are multiplied by one operator of
 `cpp/ops`, which holds the matrices of all experts one after the other and reads those that some token chose. The
 operators (`TideBf16ExpertMatMul`, `TideInt4ExpertMatMul`, ..; `TideMxfp4ExpertMatMul`, whose function multiplies by
-integers of 8 bits) are also model-local functions, which ONNX Runtime
-inlines where the library is not registered or the CPU lacks the instructions.
+integers of 8 bits) are also model-local functions, which ONNX Runtime inlines where the library is not registered or
+the CPU lacks the instructions.
 
 The functions, and what takes the place of any other product (float32, zero points), sort rows by expert, split them
 where the next expert's begin, multiply each part, concatenate and put the rows back in order. An expert that no row
@@ -23,7 +23,6 @@ from tide_export.graph.rewriting import (
     HALF,
     INT64,
     derived_weight,
-    dims,
     ensure_none_left,
     graph_of,
     is_weight,
@@ -295,7 +294,7 @@ def _quantized_product(node: ir.Node) -> Product:
 def _float_product(graph: ir.Graph, node: ir.Node, weights: ir.Value) -> Product:
     transposed = bool(node.attributes["transposed"].as_int())
     tensor = required(weights.const_value)
-    _, first, second = map(int, dims(weights))  # type: ignore[arg-type]
+    first, second = static_dim(weights, 1), static_dim(weights, 2)
     shape = (first, second) if transposed else (second, first)
 
     def product(body: GraphBuilder, rows: ir.Value, expert: int) -> ir.Value:

@@ -16,6 +16,7 @@ from tide_export.graph.rewriting import (
     integers,
     new_node,
     nodes_of,
+    numbers_of,
     rank,
     required,
 )
@@ -79,24 +80,19 @@ def _computes_rows(node: ir.Node) -> bool:
     if node.op_type == "Split":
         return axis in (-1, of_rank - 1)
     if node.op_type == "Unsqueeze":
-        return all(0 < axis <= of_rank for axis in _constant(node.inputs[1]) or [0])
+        return all(0 < axis <= of_rank for axis in numbers_of(node.inputs[1]) or [0])
     return _is_last_slice(node) if node.op_type == "Slice" else _sums_choices(node)
-
-
-def _constant(value: ir.Value | None) -> list[int] | None:
-    stored = None if value is None else value.const_value
-    return None if stored is None else stored.numpy().reshape(-1).tolist()
 
 
 def _is_last_slice(node: ir.Node) -> bool:
     """Whether a Slice is of the last axis alone."""
-    axes = _constant(node.inputs[3]) if len(node.inputs) > 3 else None
+    axes = numbers_of(node.inputs[3]) if len(node.inputs) > 3 else None
     return axes is not None and axes in ([-1], [required(rank(node.inputs[0])) - 1])
 
 
 def _sums_choices(node: ir.Node) -> bool:
     """Whether a ReduceSum adds up the second axis of states [N, k, D]."""
-    axes = _constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    axes = numbers_of(node.inputs[1]) if len(node.inputs) > 1 else None
     keeps = node.attributes.get_int("keepdims", 1)
     return node.op_type == "ReduceSum" and rank(node.inputs[0]) == 3 and axes in ([1], [-2]) and not keeps
 
@@ -146,7 +142,7 @@ class _Rows:
         if node.op_type == "Split":
             attributes["axis"] = ir.AttrInt64("axis", -1)
         if node.op_type == "Unsqueeze":
-            axes = [axis + 1 for axis in _constant(node.inputs[1]) or []]
+            axes = [axis + 1 for axis in numbers_of(node.inputs[1]) or []]
             inputs[1] = integers(self._graph, "_".join(["axis", *map(str, axes)]), axes)
         if node.op_type == "Slice":
             inputs[3] = integers(self._graph, "axis_m1", [-1])

@@ -24,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from tide_export.graph.rewriting import FLOAT, graph_of, is_weight, last_dim, new_node, rank, required
+from tide_export.graph.rewriting import FLOAT, graph_of, is_weight, last_dim, new_node, numbers_of, rank, required
 from tide_export.names.operators import (
     DOMAIN,
     INTEGER_EXPERTS,
@@ -55,7 +55,6 @@ UNARY, BINARY, RESHAPES = ("Sigmoid", "Softplus", "Exp", "Gelu"), ("Add", "Mul")
 FIRST_ALONE = ("Split", "Clip", "Slice", "ReduceSum")  # whose other inputs are constants, written as attributes
 ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_interleaved")
 LORA_ATTRIBUTES = ("offset", "rank", "column", "width")
-MAX_NUMBERS = 4  # of a constant that is an attribute
 MIN_HEAVY = 2  # nodes that make a run worth it
 
 
@@ -164,24 +163,18 @@ def _is_known(node: ir.Node) -> bool:
     if node.op_type == "Split":
         return axis in (-1, required(rank(first)) - 1)
     if node.op_type == "Clip":
-        return all(value is None or _constant(value) is not None for value in node.inputs[1:])
+        return all(value is None or numbers_of(value) is not None for value in node.inputs[1:])
     if node.op_type == "Slice":
         return _strided(node) is not None
     if node.op_type == "ReduceSum":
-        axes, whole = _constant(node.inputs[1] if len(node.inputs) > 1 else None), required(rank(node.inputs[0]))
+        axes, whole = numbers_of(node.inputs[1] if len(node.inputs) > 1 else None), required(rank(node.inputs[0]))
         return whole == 4 and axes in ([-2], [2]) and not node.attributes.get_int("keepdims", 1)
     return node.op_type in (*UNARY, *RESHAPES)
 
 
-def _constant(value: ir.Value | None) -> list | None:
-    """Returns the numbers of a constant of few."""
-    stored = None if value is None else value.const_value
-    return stored.numpy().reshape(-1).tolist() if stored is not None and stored.size <= MAX_NUMBERS else None
-
-
 def _strided(node: ir.Node) -> tuple[int, int] | None:
     """Returns the first column and the step of a Slice of the last axis to its end; None: it is another."""
-    start, end, axis, step = (_constant(value) or [None] for value in (*node.inputs[1:], None)[:4])
+    start, end, axis, step = (numbers_of(value) or [None] for value in (*node.inputs[1:], None)[:4])
     width, whole = last_dim(node.inputs[0]), required(rank(node.inputs[0]))
     if width is None or None in (start[0], end[0]) or axis not in ([-1], [whole - 1]):
         return None
@@ -361,7 +354,7 @@ def _attributes(node: ir.Node) -> Iterator[str]:
     if node.op_type == "Clip":
         for name, value in zip(("low", "high"), node.inputs[1:], strict=False):
             if value is not None:
-                yield f"{name}={np.float32(required(_constant(value))[0])!s}"
+                yield f"{name}={np.float32(required(numbers_of(value))[0])!s}"
     if node.op_type == "Slice":
         yield "start={} step={}".format(*required(_strided(node)))
     names: Sequence[str] = ("epsilon",) if (node.domain, node.op_type) in NORMS | SKIP_NORMS else ()

@@ -7,7 +7,6 @@ Softplus in three operators. Each is undone where all nodes in between compute e
 import math
 from abc import ABC, abstractmethod
 
-import numpy as np
 import onnx_ir as ir
 
 from tide_export.graph.rewriting import (
@@ -19,6 +18,7 @@ from tide_export.graph.rewriting import (
     last_dim,
     new_node,
     nodes_of,
+    number_of,
     op_before,
     producer,
     rank,
@@ -173,19 +173,14 @@ def _is_softplus(node: ir.Node) -> bool:
     greater, softplus = producer(above, "Greater"), producer(soft, "Softplus")
     if greater is None or softplus is None or greater.inputs[0] is not x or softplus.inputs[0] is not x:
         return False
-    threshold = _scalar(greater.inputs[1])
+    threshold = number_of(greater.inputs[1])
     return threshold is not None and threshold >= LARGE
 
 
 def _changes_nothing(node: ir.Node) -> bool:
     """Whether the bounds of a Clip hold for every Softplus."""
-    low, high = (_scalar(value) for value in [*node.inputs, None, None][1:3])
+    low, high = (number_of(value) for value in [*node.inputs, None, None][1:3])
     return producer(node.inputs[0], "Softplus") is not None and low in (None, 0.0) and high in (None, math.inf)
-
-
-def _scalar(value: ir.Value | None) -> float | None:
-    stored = None if value is None or value.const_value is None else value.const_value.numpy()
-    return float(stored.item()) if stored is not None and stored.size == 1 and stored.dtype == np.float32 else None
 
 
 def _replace(node: ir.Node, value: ir.Value | None) -> bool:
