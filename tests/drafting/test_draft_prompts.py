@@ -7,7 +7,7 @@ import pytest
 
 from tide_export.drafting.config import DraftConfig
 from tide_export.drafting.prompts import HELD_OUT_PROMPTS, Prompts, check_prompts, choose_prompts
-from tide_export.drafting.shipped_prompts import shipped_prompts
+from tide_export.drafting.shipped_prompts import PLACEHOLDER, WRITTEN, shipped_prompts
 from tide_export.errors import DraftError
 
 ROOT = Path(__file__).parents[2]
@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 def test_shipped_prompts_are_many_and_none_is_of_the_benchmark(chat: bool) -> None:
     prompts = shipped_prompts(0, 5000, chat)
     assert len(prompts) == 5000
-    assert 30 < len(set(prompts.values())) < 500, "of many forms"
+    assert 30 < len(set(prompts.values())) < 3000, "of many forms"
     assert prompts == shipped_prompts(0, 5000, chat)
     assert len(set(prompts) & set(shipped_prompts(1, 5000, chat))) < 2500
     for prompt in prompts:
-        assert "{" not in prompt or not chat
+        assert not PLACEHOLDER.search(prompt) or not chat
         assert prompt == prompt.rstrip(" ")
     assert max(map(len, prompts)) < 1000
     files = (ROOT / "tools" / "benchmarks" / "prompts").glob("*.txt")
@@ -36,6 +36,14 @@ def test_shipped_prompts_are_of_many_kinds() -> None:
         assert any(word in prompt for prompt in prompts), word
     beginnings = shipped_prompts(0, 3000, False)
     assert any(prompt.startswith("def ") for prompt in beginnings)
+
+
+def test_written_prompts_are_taken_once_each() -> None:
+    written = WRITTEN.read_text(encoding="utf-8").splitlines()
+    assert len(written) == len(set(written)) > 2000
+    prompts = shipped_prompts(0, 20_000, True)
+    assert sum(prompt in prompts for prompt in written) > 0.95 * len(written)
+    assert not any(prompt in shipped_prompts(0, 3000, False) for prompt in written), "they are no beginnings"
 
 
 class Letters:

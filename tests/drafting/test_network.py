@@ -130,3 +130,12 @@ def test_an_untrained_network_is_centered_on_the_states() -> None:
     assert float(normalized.std()) == pytest.approx(1, abs=0.05)
     assert float(network.final_norm[0].detach()) == pytest.approx(0.4 * float(states.square().mean().sqrt()), rel=1e-4)
     assert sum(weight.requires_grad for weight in network.parameters()) == len(network.shape.arrays) - 2
+
+
+def test_an_untrained_network_begins_with_the_state() -> None:
+    shape = Shape.of(64, 48)
+    fuse = DrafterNetwork.untrained(shape, torch.randn(5000, 64), torch.randn(10, 64), None, 0).fuse.detach()
+    states = torch.randn(1000, 64)
+    fused = states @ fuse[:, shape.embedding :].T
+    assert float(torch.nn.functional.cosine_similarity(fused, states).mean()) == pytest.approx(0.8, abs=0.1)
+    assert float(fuse.std()) == pytest.approx(0.7 * 112**-0.5, rel=0.35)

@@ -97,7 +97,8 @@ def test_the_wheel_is_whole_and_for_any_python_of_this_platform(wheel: Path) -> 
     assert wheel.name == f"tide_export-{tide_export.__version__}-py3-none-manylinux_2_28_{machine}.whl"
     package = ROOT / "tide_export"
     needed = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
-    needed |= {"tide_export/py.typed", "tide_export/report/style.css", "tide_export/drafting/prompts.toml"}
+    needed |= {"tide_export/py.typed", "tide_export/report/style.css"}
+    needed |= {"tide_export/drafting/prompts.toml", "tide_export/drafting/prompts.txt"}
     needed |= {"tide_export/runtime/libtide.so", "tide_export/include/tide/tide.h"}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == needed

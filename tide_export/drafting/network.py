@@ -19,6 +19,7 @@ from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, D
 
 MATRIX_GAIN = 0.7  # initial standard deviation of a matrix, times the root of its inputs
 RESIDUAL_GAIN = 0.3  # further factor for matrices that write to the residual stream
+IDENTITY_GAIN = 0.7  # share of the identity in the initial `fuse`, which so begins with the state it reads
 FINAL_GAIN = 0.4  # initial final norm, times the root mean square of the model's states
 FIXED = ("center", "scale")  # measured, not trained
 MASKED = -1e9
@@ -111,6 +112,9 @@ class DrafterNetwork(nn.Module):
             if len(size) == 2:
                 gain = MATRIX_GAIN * (RESIDUAL_GAIN if name in ("out", "down") else 1.0)
                 arrays[name] = torch.randn(size, generator=generator) * gain * size[1] ** -0.5
+        state_part = arrays["fuse"][:, shape.embedding :]
+        state_part *= (1 - IDENTITY_GAIN**2) ** 0.5
+        state_part += IDENTITY_GAIN * torch.eye(shape.state)
         low, arrays["center"], high = torch.quantile(states.float(), torch.tensor([0.16, 0.5, 0.84]), dim=0)
         arrays["scale"] = (high - low) / 2 + 1e-3
         arrays["final_norm"] *= FINAL_GAIN * float(states.float().square().mean().sqrt())

@@ -54,9 +54,11 @@ class Prompts:
                 to texts of one form are alike. None: each text has its own form.
         """
         self._tokenizer, self._limit, self._seed = tokenizer, limit, seed
-        shuffled = random.Random(seed).sample(texts, len(texts))
+        generator = random.Random(seed)
+        shuffled = generator.sample(texts, len(texts))
         form_of = forms or {text: text for text in shuffled}
         names = list(dict.fromkeys(form_of[text] for text in shuffled))
+        generator.shuffle(names)  # forms of many texts come early, and would be held out most
         held_out = set(names[: max(1, int(HELD_OUT_SHARE * len(names)))])
         self._held_out = [text for text in shuffled if form_of[text] in held_out][:HELD_OUT_PROMPTS]
         if forms is None:

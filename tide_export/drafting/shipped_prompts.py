@@ -1,4 +1,7 @@
-"""Expands the forms in `prompts.toml` into prompts: questions, code, edits, translations and more."""
+"""Gives the prompts of `prompts.txt`, and those that the forms in `prompts.toml` are expanded into.
+
+They are questions, code, edits, translations and more. Each line of `prompts.txt` is a form of its own.
+"""
 
 import random
 import re
@@ -8,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("prompts.toml")
+WRITTEN = FILE.with_suffix(".txt")
+WRITTEN_WEIGHT = 300  # of all lines of `prompts.txt`, beside families of 100: until none is left
 PLACEHOLDER = re.compile(r"\{([a-z_]+?)(_\d)?\}")
 NUMBERS = {"number": 99, "small": 20}  # largest value
 PARAGRAPH = "paragraph"
@@ -25,6 +30,8 @@ def shipped_prompts(seed: int, count: int, chat: bool) -> dict[str, str]:
     """
     content = tomllib.loads(FILE.read_text(encoding="utf-8"))
     families = content["prompts" if chat else "beginnings"]
+    if chat:
+        families.append({"weight": WRITTEN_WEIGHT, "forms": WRITTEN.read_text(encoding="utf-8").splitlines()})
     weights = [family["weight"] for family in families]
     generator = random.Random(seed)
     prompts: dict[str, str] = {}

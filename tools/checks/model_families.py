@@ -73,8 +73,12 @@ CLASSES = """
 ## Classes of transformers {version}
 
 `AutoModelForCausalLM` loads {count} classes. {built} have rows here; {equal} of them ({share:.1f} %) are exported and
-equal in all rows. The other {unbuilt}: {reasons}.
+equal in all rows; of the {causal} that are causal language models on token ids, {causal_share:.1f} %. Without rows are
+{unbuilt}: {reasons}.
 """
+
+# What the sentence of a refused model says that is no causal language model on token ids.
+NO_CAUSAL_MODEL = ("attends to later tokens", "cannot run on token ids alone")
 
 CLOSING = """
 ## What is not taken as it is
@@ -241,6 +245,8 @@ def classes(equal: Sequence[str], families: ModuleType) -> str:
     rows = rows_of_classes(families)
     built = {name: found for name, found in rows.items() if found}
     good = sum(set(found) <= set(equal) for found in built.values())
+    refusals = [[families.FAMILIES[family].refused for family in found] for found in built.values()]
+    causal = sum(not set(reasons) & set(NO_CAUSAL_MODEL) for reasons in refusals)
     missing = {name: families.UNBUILT.get(name, "no row yet") for name in rows if name not in built}
     return CLASSES.format(
         version=transformers.__version__,
@@ -248,6 +254,8 @@ def classes(equal: Sequence[str], families: ModuleType) -> str:
         built=len(built),
         equal=good,
         share=100 * good / len(built),
+        causal=causal,
+        causal_share=100 * good / causal,
         unbuilt=len(missing),
         reasons="; ".join(f"{name} ({why})" for name, why in missing.items()),
     )
