@@ -1,5 +1,6 @@
 """Prompts: shipped ones and the user's, and which are held out."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,6 +45,17 @@ def test_written_prompts_are_taken_once_each() -> None:
     prompts = shipped_prompts(0, 20_000, True)
     assert sum(prompt in prompts for prompt in written) > 0.95 * len(written)
     assert not set(written) & shipped_prompts(0, 3000, False).keys(), "they are no beginnings"
+
+
+def test_no_written_prompt_is_like_one_of_the_benchmark() -> None:
+    def runs(text: str) -> set[tuple[str, ...]]:
+        words = re.findall(r"\w+", text.lower())
+        return {tuple(words[at : at + 3]) for at in range(len(words) - 2)}
+
+    written = [runs(line) for line in WRITTEN.read_text(encoding="utf-8").splitlines()]
+    files = (ROOT / "tools" / "benchmarks" / "prompts").glob("*.txt")
+    for prompt in (line for file in files for line in file.read_text(encoding="utf-8").splitlines() if runs(line)):
+        assert all(2 * len(runs(prompt) & other) < len(runs(prompt) | other) for other in written), prompt
 
 
 class Letters:

@@ -260,7 +260,7 @@ def test_a_machine_without_the_library_is_told_so(build: Build, bundle: Path) ->
 import sys
 sys.path.append({str(Path(__file__).parents[1])!r})
 from c_interface import CEngine, Refused, open_library
-library = open_library({str(build.library)!r})
+library = open_library({str(build.binary)!r})
 try:
     CEngine(library, {str(bundle)!r}, provider="tensorrt", threads=None, verify=False)
 except Refused as error:

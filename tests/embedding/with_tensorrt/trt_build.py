@@ -44,13 +44,13 @@ class Build:
         numbers = re.findall(rf"#define TRT_[A-Z]+_{suffix} (\d+)", defines.read_text() if defines.is_file() else "")
         if len(numbers) != 4:
             pytest.skip(f"{variable} names no headers of {flavour}")
-        self.version, self.library, folder = ".".join(numbers), folder / flavour / "libtide.so", folder / flavour
+        self.version, self.binary, folder = ".".join(numbers), folder / flavour / "libtide.so", folder / flavour
         folder.mkdir(parents=True, exist_ok=True)
         newest = max(path.stat().st_mtime for path in tide_build.depends())
-        if not self.library.is_file() or self.library.stat().st_mtime < newest:
+        if not self.binary.is_file() or self.binary.stat().st_mtime < newest:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("TENSORRT_ROOT", str(root))
-                tide_build.build(self.library, folder / "build", __version__)
+                tide_build.build(self.binary, folder / "build", __version__)
         (folder / "tensorrt_stubs.h").write_text(stubs(root / "include"))
         named = f"{library}.so.{numbers[0]}"
         includes = (f"-I{folder}", f"-I{root / 'include'}", f"-I{tide_build.cuda_home()}/include")
@@ -58,7 +58,7 @@ class Build:
         self._stand_in = ctypes.CDLL(
             str(compiled(Path(__file__).with_name("fake_nvinfer.cpp"), folder / named, *options))
         )
-        self.functions, self.log = open_library(self.library), list[str]()
+        self.functions, self.log = open_library(self.binary), list[str]()
         self._logging = Log(lambda sentence: self.log.append(sentence.decode()))
         self.functions.tide_set_log(self._logging)
 
