@@ -75,6 +75,7 @@ struct HalfMatrices : Matrices {
 };
 
 struct IntegerMatrices : Matrices {
+  IntegerKernel const* kernel;
   std::shared_ptr<PackedWeights const> packed;
 
   RoundedInputs inputs(float* memory, std::int64_t row) const {
@@ -85,11 +86,13 @@ struct IntegerMatrices : Matrices {
   std::int64_t row_bytes() const { return packed->panel_bytes() / PackedWeights::kRows; }
   std::int64_t step() const { return PackedWeights::kRows; }
   std::int64_t prepared_floats() const { return inputs(nullptr, 0).stride() / 4; }
-  void prepare(float const* x, float* memory, std::int64_t at) const { inputs(memory, at).round(x, k_size, 0); }
+  void prepare(float const* x, float* memory, std::int64_t at) const {
+    kernel->round(inputs(memory, at), x, k_size, 0, 0);
+  }
   void multiply(float* memory, std::int64_t expert, std::int64_t begin, std::int64_t m, std::int64_t n,
                 std::int64_t count, float* y, std::int64_t y_stride) const {
     std::int64_t const panel = expert * packed->panels_of_one() + n / PackedWeights::kRows;
-    multiply_integers(inputs(memory, begin), m, *packed, panel, count, {y, nullptr}, y_stride);
+    kernel->multiply(inputs(memory, begin), m, *packed, panel, count, {y, nullptr}, y_stride);
   }
 };
 
@@ -135,11 +138,12 @@ class IntegerReader {
                                  block_size,
                                  format_,
                                  false};
-    matrices = {{weights.matrices, weights.rows, k_size}, packed_of(weights, kept_, run)};
+    matrices = {{weights.matrices, weights.rows, k_size}, kernel_, packed_of(weights, kept_, run)};
     return nullptr;
   }
 
  private:
+  IntegerKernel const* const kernel_ = integer_kernel();
   IntegerFormat const format_;
   KeptCopy<PackedWeights> kept_;
 };

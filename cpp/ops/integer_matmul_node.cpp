@@ -63,23 +63,24 @@ class IntegerMatMul : public Node {
     auto const* const floats = static_cast<float const*>(x.data);
     run.add((m_size + kRoundedRows - 1) / kRoundedRows, [=](std::int64_t part) {
       for (std::int64_t m = part * kRoundedRows; m < std::min((part + 1) * kRoundedRows, m_size); ++m) {
-        inputs.round(floats + m * k_size, k_size, m);
+        kernel_->round(inputs, floats + m * k_size, k_size, m, 0);
         if (again == 0) continue;
         float* const repeated = scratch + rounded + m * again;
         for (std::int64_t i = 0; i < again; ++i) repeated[i] = floats[m * k_size + columns[i]];
-        inputs.round(repeated, again, m, k_size / block_size);
+        kernel_->round(inputs, repeated, again, m, k_size / block_size);
       }
     });
     std::shared_ptr<PackedWeights const> const packed = packed_of(weights, kept_, run);
     auto const multiply = [=](std::int64_t n, std::int64_t count, float* const(&y)[2]) {
       std::int64_t const panel = n / PackedWeights::kRows * packed->matrices;
-      multiply_integers(inputs, m_size, *packed, panel, count, y, n_size);
+      kernel_->multiply(inputs, m_size, *packed, panel, count, y, n_size);
     };
     product.add(run, packed->panel(0), packed->panel_bytes() / PackedWeights::kRows, PackedWeights::kRows, multiply);
     return nullptr;
   }
 
  private:
+  IntegerKernel const* const kernel_ = integer_kernel();
   IntegerFormat const format_;
   bool const gated_;
   KeptCopy<PackedWeights> kept_;

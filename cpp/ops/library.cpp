@@ -9,6 +9,7 @@
 #include "logits.h"
 #include "norm.h"
 #include "operators.h"
+#include "quantized_matmul.h"
 #include "recurrence.h"
 
 #define TIDE_EXPORTED extern "C" __attribute__((visibility("default")))
@@ -37,6 +38,25 @@ TIDE_EXPORTED int tide_ops_half_matmul(char const* instruction_set, int format, 
   std::vector<float> split(static_cast<std::size_t>(m_size * stride));
   for (std::int64_t m = 0; m < m_size; ++m) kernel->split_row(x + m * k_size, k_size, split.data() + m * stride);
   kernel->multiply({split.data(), m_size, k_size}, weights, n_size, y, n_size);
+  return 0;
+}
+
+// The kernel of an instruction set: y [M, N] = x [M, K] times the transpose of integers of 4 bits (format 0), of 8 (1) or MXFP4
+// (2), [N, K / block_size, bytes of a block] with scales [N, K / block_size]. 0, or 1 if this CPU has no such instructions.
+TIDE_EXPORTED int tide_ops_integer_matmul(char const* instruction_set, int format, float const* x,
+                                          std::uint8_t const* integers, void const* scales, std::int64_t m_size,
+                                          std::int64_t n_size, std::int64_t k_size, std::int64_t block_size, float* y) {
+  tide_ops::IntegerKernel const* const kernel = tide_ops::integer_kernel(instruction_set);
+  if (kernel == nullptr) return 1;
+  auto const of = static_cast<tide_ops::IntegerFormat>(format);
+  tide_ops::IntegerWeights const weights{integers, scales, 1, n_size, k_size / block_size, block_size, of, false};
+  tide_ops::PackedWeights packed(weights);
+  for (std::int64_t panel = 0; panel < packed.panels(); ++panel) packed.fill(weights, panel);
+  tide_ops::RoundedInputs inputs{nullptr, weights.blocks, block_size, of};
+  std::vector<char> rows(static_cast<std::size_t>(m_size * inputs.stride()));
+  inputs.rows = rows.data();
+  for (std::int64_t m = 0; m < m_size; ++m) kernel->round(inputs, x + m * k_size, k_size, m, 0);
+  kernel->multiply(inputs, m_size, packed, 0, n_size, {y, nullptr}, n_size);
   return 0;
 }
 

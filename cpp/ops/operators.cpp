@@ -5,6 +5,7 @@
 #include "candidate.h"
 #include "kernel.h"
 #include "quantized_matmul.h"
+#include "targets.h"
 
 namespace tide_ops {
 
@@ -18,7 +19,7 @@ std::vector<Operator const*> operators(bool all) {
                         &lens_candidate = *new Operator(candidate_operator(true));
   std::vector<Operator const*> found{&candidate, &lens_candidate};
   for (bool const of_integers : {false, true}) {
-    if (of_integers && !all && !integers_supported()) break;
+    if (of_integers && !all && integer_kernel() == nullptr) break;
     for (Operator const* const op : node_operators(of_integers)) found.push_back(op);
   }
   return found;
@@ -39,6 +40,9 @@ Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* bas
   if (domain == nullptr) {
     api.set(base->GetApi(abi::kVersion));
     if (!api) return nullptr;  // an older ONNX Runtime: graphs run without the operators, which are functions too
+    if (most_instructions() != nullptr && !most_instructions_are("avx2") && !most_instructions_are("baseline")) {
+      return api.CreateStatus(abi::kInvalidArgument, "the environment variable TIDE_INSTRUCTIONS must be avx2 or baseline");
+    }
     abi::Domain* made;
     TIDE_RETURN_IF_FAILED(api.CreateCustomOpDomain("tide", &made));
     for (Operator const* const op : operators(false)) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, op));

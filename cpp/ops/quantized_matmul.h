@@ -62,19 +62,22 @@ struct RoundedInputs {
   std::int64_t scales() const { return blocks * block_size; }  // bytes from a row's begin
   std::int64_t starts() const { return scales() + 4 * blocks; }
   std::int64_t stride() const { return (starts() + 4 * blocks + 63) / 64 * 64; }
-
-  // Rounds `k_size` inputs of row m, to its blocks from `first` on; those of the last block beyond them are 0.
-  void round(float const* x, std::int64_t k_size, std::int64_t m, std::int64_t first = 0) const;
 };
 
-// Whether this CPU has the instructions: AVX-512 VNNI.
-bool integers_supported();
+struct IntegerKernel {
+  // Rounds `k_size` inputs of row m, to its blocks from `first` on; those of the last block beyond them are 0. The scale of a
+  // block with a number that is not finite is NaN.
+  void (*round)(RoundedInputs const& inputs, float const* x, std::int64_t k_size, std::int64_t m, std::int64_t first);
+  // Multiplies `m_size` rows by `count` rows from panel `panel` on, to y [.., y_stride]. Where matrices are stored in turn,
+  // by as many rows of each of both, to the y of each. A row of y is the same to the bit whatever m_size is.
+  void (*multiply)(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t panel,
+                   std::int64_t count, float* const (&y)[2], std::int64_t y_stride);
+};
+
+// The kernel of an instruction set, AVX-512 VNNI or AVX2, which give the same bits; without a name, the best for this CPU.
+// Null if there is none, or not for this CPU.
+IntegerKernel const* integer_kernel(char const* name = nullptr);
 
 inline bool is_block_size(std::int64_t size) { return size >= 16 && size <= 256 && (size & (size - 1)) == 0; }
-
-// Multiplies `m_size` rows by `count` rows from panel `panel` on, to y [.., y_stride]. Where matrices are stored in turn, by
-// as many rows of each of both, to the y of each. A row of y is the same to the bit whatever m_size is.
-void multiply_integers(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t panel,
-                       std::int64_t count, float* const (&y)[2], std::int64_t y_stride);
 
 }  // namespace tide_ops

@@ -1,6 +1,7 @@
 // What the kernels of all instruction sets share.
 #pragma once
 
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -32,9 +33,17 @@ namespace tide_ops {
 template <int value>
 using Int = std::integral_constant<int, value>;
 
+// The environment variable that names the instruction set to use at most, as ONEDNN_MAX_CPU_ISA does; null: it is not set.
+inline char const* most_instructions() { return std::getenv("TIDE_INSTRUCTIONS"); }
+
+inline bool most_instructions_are(char const* name) {
+  char const* const most = most_instructions();
+  return most != nullptr && std::strcmp(most, name) == 0;
+}
+
 #if defined(__x86_64__)
-// The instruction sets of this CPU that its system saves registers of (Intel's manual, volume 1, 14.3 and 15.2). Compilers'
-// own __builtin_cpu_supports needs a run-time library that not each of them has.
+// The instruction sets of this CPU that its system saves registers of (Intel's manual, volume 1, 14.3 and 15.2), up to that of
+// the environment. Compilers' own __builtin_cpu_supports needs a run-time library that not each of them has.
 struct CpuFeatures {
   bool avx2 = false, avx512 = false, avx512_vnni = false;  // with FMA and F16C; with F, BW, DQ and VL
 
@@ -43,12 +52,12 @@ struct CpuFeatures {
     constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, kVnni = 1u << 11;
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kSaved) == 0) return;
-    bool const fused = (c & bit_FMA) != 0 && (c & bit_F16C) != 0;
+    bool const fused = (c & bit_FMA) != 0 && (c & bit_F16C) != 0 && !most_instructions_are("baseline");
     unsigned saved = 0, high = 0;
     __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return;
     avx2 = fused && (saved & kVectors) == kVectors && (b & kAvx2) != 0;
-    avx512 = avx2 && (saved & kMasks) == kMasks && (b & kAvx512) == kAvx512;
+    avx512 = avx2 && !most_instructions_are("avx2") && (saved & kMasks) == kMasks && (b & kAvx512) == kAvx512;
     avx512_vnni = avx512 && (c & kVnni) != 0;
   }
 };
