@@ -40,7 +40,7 @@ Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* bas
   if (domain == nullptr) {
     api.set(base->GetApi(abi::kVersion));
     if (!api) return nullptr;  // an older ONNX Runtime: graphs run without the operators, which are functions too
-    if (most_instructions() != nullptr && !most_instructions_are("avx2") && !most_instructions_are("baseline")) {
+    if (instruction_limit() != nullptr && !instructions_limited_to("avx2") && !instructions_limited_to("baseline")) {
       return api.CreateStatus(abi::kInvalidArgument, "the environment variable TIDE_INSTRUCTIONS must be avx2 or baseline");
     }
     abi::Domain* made;

@@ -30,7 +30,7 @@ struct IntegerWeights {
 // one those of the other 16. Scales are float16 where all of them are numbers of that type.
 class PackedWeights {
  public:
-  static constexpr std::int64_t kRows = 32, kVector = 64;
+  static constexpr std::int64_t kRows = 32;
 
   // Allocates the memory, in huge pages; `fill` is to follow. Throws std::bad_alloc.
   explicit PackedWeights(IntegerWeights const& weights);

@@ -33,12 +33,12 @@ namespace tide_ops {
 template <int value>
 using Int = std::integral_constant<int, value>;
 
-// The environment variable that names the instruction set to use at most, as ONEDNN_MAX_CPU_ISA does; null: it is not set.
-inline char const* most_instructions() { return std::getenv("TIDE_INSTRUCTIONS"); }
+// The largest instruction set to use, from the environment as ONEDNN_MAX_CPU_ISA; null: there is no limit.
+inline char const* instruction_limit() { return std::getenv("TIDE_INSTRUCTIONS"); }
 
-inline bool most_instructions_are(char const* name) {
-  char const* const most = most_instructions();
-  return most != nullptr && std::strcmp(most, name) == 0;
+inline bool instructions_limited_to(char const* name) {
+  char const* const limit = instruction_limit();
+  return limit != nullptr && std::strcmp(limit, name) == 0;
 }
 
 #if defined(__x86_64__)
@@ -52,12 +52,12 @@ struct CpuFeatures {
     constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, kVnni = 1u << 11;
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kSaved) == 0) return;
-    bool const fused = (c & bit_FMA) != 0 && (c & bit_F16C) != 0 && !most_instructions_are("baseline");
+    bool const fused = (c & bit_FMA) != 0 && (c & bit_F16C) != 0 && !instructions_limited_to("baseline");
     unsigned saved = 0, high = 0;
     __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return;
     avx2 = fused && (saved & kVectors) == kVectors && (b & kAvx2) != 0;
-    avx512 = avx2 && !most_instructions_are("avx2") && (saved & kMasks) == kMasks && (b & kAvx512) == kAvx512;
+    avx512 = avx2 && !instructions_limited_to("avx2") && (saved & kMasks) == kMasks && (b & kAvx512) == kAvx512;
     avx512_vnni = avx512 && (c & kVnni) != 0;
   }
 };
