@@ -15,13 +15,17 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := $(shell grep '^nvidia-pytriton==' constraints.txt)
 
-.PHONY: demo test lint docs wheels format clean
+.PHONY: demo test test-all lint docs wheels format clean
 
 demo: $(VENV)/.runs
 	PATH="$(abspath $(BIN)):$$PATH" sh demo/run.sh $(OUT)
 
 test: $(VENV)/.tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)  # one thread per worker: more would starve each other
+
+# Whatever is exhaustive too: before a release, and after a change of tide_export/trace, cpp/ops or plugins.
+test-all: $(VENV)/.tests
+	TIDE_TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
 lint: $(VENV)/.tests
 	$(BIN)/ruff check .

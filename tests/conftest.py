@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiers
 
 from tide_export.common.version import __version__
 
@@ -46,12 +47,17 @@ def operator_library() -> Path:
     return LIBRARY
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts slow tests first: begun last, one would leave the other workers idle.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves exhaustive tests to `make test-all`, and sorts slow tests first: begun last, one would leave the other
+    workers idle.
 
     Hides what the imports have made from Python's garbage collector: it costs half a second of each full collection,
     and every export makes one.
     """
+    if not tiers.ALL:
+        left = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     gc.freeze()
 
