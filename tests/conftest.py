@@ -74,15 +74,25 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def traces(shared: Path):
-    """`tide_export.trace.trace`, with one trace of a kind for all workers."""
+def traces():
+    """`tide_export.trace.trace`, with one trace of a kind for all workers and later runs."""
+    from store import store
     from traces import Traces
 
-    return Traces(shared / "traces")
+    return Traces(store() / "traces")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stored_traces(request: pytest.FixtureRequest) -> None:
+    """Whatever exports a model takes its trace from the store."""
+    if "torch" in sys.modules:  # else no test that was collected traces anything
+        from tide_export.pipeline import flow
+
+        flow.trace = request.getfixturevalue("traces")
 
 
 @pytest.fixture(scope="session")
-def demo_bundle(demo_model: Path, shared: Path, traces) -> Path:
+def demo_bundle(demo_model: Path, shared: Path) -> Path:
     """The demo model exported with checkpoints 3, 6, 9 and briefly calibrated routers; made once for all workers.
 
     It has the networks for TensorRT too, and no engines.
@@ -104,10 +114,8 @@ def demo_bundle(demo_model: Path, shared: Path, traces) -> Path:
                 exit_strategy="identity",
                 epsilon=0.0,  # nothing is measured: what mode auto is does not depend on the machine
             )
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(pipeline, "trace", traces)
-                # With segment networks, as a machine without TensorRT makes them.
-                pipeline.export(str(demo_model), bundle, config=config, targets=("tensorrt",), engines=False)
+            # With segment networks, as a machine without TensorRT makes them.
+            pipeline.export(str(demo_model), bundle, config=config, targets=("tensorrt",), engines=False)
     return bundle
 
 

@@ -22,12 +22,13 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
+from tide_export.pipeline import flow
 from tide_export.pipeline.contents import make_manifest, save_graph
 from tide_export.pipeline.preflight import context_length
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, load, open_engine
-from tide_export.trace.tracer import TracedModel, trace
+from tide_export.trace.tracer import TracedModel
 
 
 def bound(source: SourceModel) -> int:
@@ -39,11 +40,10 @@ def pieces_of(
     source: SourceModel,
     checkpoints: tuple[int, ...],
     every_layer: bool = False,
-    traces: Callable[..., TracedModel] = trace,
+    traces: Callable[..., TracedModel] | None = None,
 ) -> Pieces:
-    """`source` traced and cut: what takes the time, and does not depend on routers. `traces`: the fixture, where other
-    tests trace the same model."""
-    return cut(traces(source, checkpoints, bound(source), every_layer), bound(source))
+    """`source` traced, from the store of traces where it has one, and cut."""
+    return cut((traces or flow.trace)(source, checkpoints, bound(source), every_layer), bound(source))
 
 
 def engine_of(*arguments: Any, **options: Any) -> Engine:
