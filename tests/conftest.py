@@ -18,6 +18,8 @@ import tiers
 
 from tide_export.common.version import __version__
 
+pytest_plugins = ("suite_memory",)
+
 # Tracing makes objects by the million, nearly all of which die of their own accord: Python's collector, at its default
 # of looking every 700 of them, takes a fifteenth of the suite's time.
 gc.set_threshold(50_000, 20, 50)
@@ -65,10 +67,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A folder for what is made once for all workers."""
-    kept = os.environ.get("TIDE_TEST_BUNDLES")  # a folder that outlives the run, for whoever runs the tests often
-    if kept:
-        Path(kept).mkdir(parents=True, exist_ok=True)
-        return Path(kept)
     own = tmp_path_factory.getbasetemp()
     return own if worker_id == "master" else own.parent
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @functools.cache
 def store() -> Path:
-    """The folder; where it cannot be written to, a folder of this process that nothing is kept in, with a warning."""
+    """The folder; where it cannot be written to, a folder of this run, with a warning."""
     folder = Path(os.environ.get("TIDE_TEST_STORE") or ROOT / "out" / "test-store")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -23,5 +23,7 @@ def store() -> Path:
             file.write(bytes(4096))
     except OSError as error:
         warnings.warn(f"nothing is kept from this run of the tests: {error}", stacklevel=2)
-        return Path(tempfile.mkdtemp(prefix="tide-test-store-"))
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # the same for all workers
+        folder = Path(tempfile.gettempdir()) / f"tide-test-store-{run}"
+        folder.mkdir(exist_ok=True)
     return folder

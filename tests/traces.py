@@ -24,7 +24,7 @@ from tide_export.model.source import SourceModel
 from tide_export.trace.tracer import TracedModel, trace
 
 PACKAGE = Path(__file__).parents[1] / "tide_export"
-FOLDERS = ("graph", "model", "names", "trace")  # of the package, that a trace depends on
+FOLDERS = ("graph", "model", "names", "quantize", "trace")  # of the package, that a trace depends on
 DISTRIBUTIONS = ("torch", "transformers", "onnxscript", "onnx-ir")
 KEPT = 3  # versions
 

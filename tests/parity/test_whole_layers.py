@@ -58,7 +58,7 @@ def test_whole_layers_are_equal(family: str, operator_library: Path, tmp_path: P
         assert check.holds, (thresholds, max_pending, check.differences)
     drafts = check_lossless(engine, source, PROMPTS, NEW_TOKENS, threshold=0.0, max_pending=3)
     assert drafts.holds, drafts.differences
-    check_batch(family, engine, middle)
+    check_batch(engine, middle)
 
     if not engine.manifest.model.states:
         by_functions = StepGraph(engine.bundle).step(PROMPTS[2])[0]
