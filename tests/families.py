@@ -2,15 +2,15 @@
 
 The one list behind the parity tests and `tools/checks/model_families.py`, which runs every row and writes
 docs/reference/models.md. A row that cannot be exported stays, with `refused` holding a part of the sentence that names
-the reason (`refused_families`). To add a family, add a row here, or in `further_families` or `rare_families` if it
-repeats what others have: tests run those with two layers only and in one form. Models with recurrent states are in
-`hybrid_families`, those that read more than text in `multimodal_families`. There must be a row for every class that
-AutoModelForCausalLM loads, or a reason in `refused_families.UNBUILT`.
+the reason (`refused_families`). To add a family, add a row here, or in `further_families` or `rare_families`, with two
+layers, if it repeats what others have. Models with recurrent states are in `hybrid_families`, those that read more than
+text in `multimodal_families`. There must be a row for every class that AutoModelForCausalLM loads, or a reason in
+`refused_families.UNBUILT`.
 """
 
 import torch
 import transformers as tf
-from covering import covering
+from covering import covering, pairs
 from further_families import FURTHER
 from hybrid_families import HYBRID
 from multimodal_families import MULTIMODAL
@@ -369,8 +369,11 @@ FAMILIES: dict[str, Family] = {
 
 EXPORTED = [name for name, family in FAMILIES.items() if not family.refused]
 REFUSED = [name for name, family in FAMILIES.items() if family.refused]
-# Together they have every feature: those that `make test` runs in all forms.
-IN_ALL_FORMS = covering({name: FAMILIES[name].features for name in EXPORTED})
+# What `make test` runs: in all forms rows that together have every feature, and on one prompt with one exit others that
+# bring two features which no row before has together.
+_FEATURES = {name: FAMILIES[name].features for name in EXPORTED}
+IN_ALL_FORMS = covering(_FEATURES)
+BRIEFLY = covering({name: pairs(features) for name, features in _FEATURES.items()}, IN_ALL_FORMS)
 
 
 def build(name: str) -> SourceModel:

@@ -43,10 +43,9 @@ def row(
     *features: str,
     refused: str = "",
     note: str = "",
-    costly: bool = False,
     **values: Any,
 ) -> Family:
-    return Family(lambda: kind(**deepcopy({**sizes, **values})), features, refused, note, LAYERS, costly)
+    return Family(lambda: kind(**deepcopy({**sizes, **values})), features, refused, note, LAYERS)
 
 
 FURTHER: dict[str, Family] = {
@@ -57,7 +56,6 @@ FURTHER: dict[str, Family] = {
         "per-layer types",
         sliding_window=WINDOW,
         layer_types=MIXED,
-        costly=True,
     ),
     # Heads of a width that ONNX Runtime's attention does not rotate.
     "arcee": row(tf.ArceeConfig, {**WIDE, "head_dim": 24}, "yarn rotary scaling", "heads of 24", **YARN),
@@ -71,9 +69,8 @@ FURTHER: dict[str, Family] = {
         n_routed_experts=8,
         first_k_dense_replace=1,
         use_qk_norm=True,
-        costly=True,
     ),
-    "olmo": row(tf.OlmoConfig, SHARED, clip_qkv=0.5, costly=True),
+    "olmo": row(tf.OlmoConfig, SHARED, clip_qkv=0.5),
     "olmo3": row(
         tf.Olmo3Config,
         SHARED,
@@ -81,7 +78,7 @@ FURTHER: dict[str, Family] = {
         sliding_window=WINDOW,
         layer_types=MIXED,
     ),
-    "olmoe": row(tf.OlmoeConfig, SHARED, "experts", "q/k norms", num_experts=8, num_experts_per_tok=2, costly=True),
+    "olmoe": row(tf.OlmoeConfig, SHARED, "experts", "q/k norms", num_experts=8, num_experts_per_tok=2),
     "ernie4_5": row(tf.Ernie4_5Config, WIDE, "interleaved rotary", "biases", use_bias=True),
     "ernie4_5_moe": row(
         tf.Ernie4_5_MoeConfig,
@@ -92,7 +89,6 @@ FURTHER: dict[str, Family] = {
         moe_k=2,
         moe_num_shared_experts=1,
         moe_layer_start_index=1,
-        costly=True,
     ),
     "exaone4": row(
         tf.Exaone4Config,
@@ -101,8 +97,8 @@ FURTHER: dict[str, Family] = {
         sliding_window=WINDOW,
         layer_types=MIXED,
     ),
-    "nemotron": row(tf.NemotronConfig, WIDE, "partial rotary", **PARTIAL, costly=True),
-    "seed_oss": row(tf.SeedOssConfig, WIDE, "biases", costly=True),
+    "nemotron": row(tf.NemotronConfig, WIDE, "partial rotary", **PARTIAL),
+    "seed_oss": row(tf.SeedOssConfig, WIDE, "biases"),
     "deepseek_v2": row(
         tf.DeepseekV2Config,
         PLAIN,
@@ -113,17 +109,14 @@ FURTHER: dict[str, Family] = {
         first_k_dense_replace=1,
         **LATENT,
         num_key_value_heads=4,
-        costly=True,
     ),
-    "hunyuan_v1_dense": row(tf.HunYuanDenseV1Config, WIDE, "q/k norms", costly=True),
+    "hunyuan_v1_dense": row(tf.HunYuanDenseV1Config, WIDE, "q/k norms"),
     "hunyuan_v1_moe": row(
-        tf.HunYuanMoEV1Config, WIDE, "q/k norms", "experts", "shared experts", num_experts=8, moe_topk=2, costly=True
+        tf.HunYuanMoEV1Config, WIDE, "q/k norms", "experts", "shared experts", num_experts=8, moe_topk=2
     ),
-    "minimax_m2": row(
-        tf.MiniMaxM2Config, WIDE, "experts", "q/k norms", "partial rotary", **EXPERTS, **PARTIAL, costly=True
-    ),
-    "nanochat": row(tf.NanoChatConfig, SHARED, "q/k norms", "softcaps", final_logit_softcapping=3.0, costly=True),
-    "bitnet": row(tf.BitNetConfig, SHARED, note="a full-precision checkpoint", costly=True),
+    "minimax_m2": row(tf.MiniMaxM2Config, WIDE, "experts", "q/k norms", "partial rotary", **EXPERTS, **PARTIAL),
+    "nanochat": row(tf.NanoChatConfig, SHARED, "q/k norms", "softcaps", final_logit_softcapping=3.0),
+    "bitnet": row(tf.BitNetConfig, SHARED, note="a full-precision checkpoint"),
     "granitemoe": row(
         tf.GraniteMoeConfig,
         SHARED,
@@ -132,7 +125,6 @@ FURTHER: dict[str, Family] = {
         **EXPERTS,
         logits_scaling=3.0,
         residual_multiplier=0.5,
-        costly=True,
     ),
     "qwen2_moe": row(
         tf.Qwen2MoeConfig,
@@ -161,7 +153,6 @@ FURTHER: dict[str, Family] = {
         ),
         ("text model inside ForConditionalGeneration", "q/k norms"),
         layers=LAYERS,
-        costly=True,
     ),
     "llava": Family(
         lambda: tf.LlavaConfig(
@@ -198,16 +189,13 @@ FURTHER: dict[str, Family] = {
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
     ),
-    "apertus": row(tf.ApertusConfig, SHARED, "q/k norms", "llama3 rotary scaling", costly=True),
+    "apertus": row(tf.ApertusConfig, SHARED, "q/k norms", "llama3 rotary scaling"),
     "helium": row(tf.HeliumConfig, WIDE, "interleaved rotary"),
-    "persimmon": row(
-        tf.PersimmonConfig, PLAIN, "partial rotary", "q/k norms", "packed projections", **PARTIAL, costly=True
-    ),
+    "persimmon": row(tf.PersimmonConfig, PLAIN, "partial rotary", "q/k norms", "packed projections", **PARTIAL),
     "jetmoe": row(
         tf.JetMoeConfig,
         {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS},
         *("experts", "mixture of attention heads"),
-        costly=True,
         **{**EXPERTS, "num_key_value_heads": 2, "kv_channels": 16, "max_position_embeddings": CONTEXT},
     ),
     "biogpt": row(tf.BioGptConfig, PLAIN, "learned positions", "embedding scale", "biases"),

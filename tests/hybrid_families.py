@@ -30,14 +30,14 @@ KIMI = {
 }
 
 
-def row(kind: Any, sizes: dict[str, Any], *features: str, costly: bool = True, **values: Any) -> Family:
+def row(kind: Any, sizes: dict[str, Any], *features: str, **values: Any) -> Family:
     features = ("recurrent states", *features)
-    return Family(lambda: kind(**deepcopy({**sizes, **values})), features, layers=LAYERS, costly=costly)
+    return Family(lambda: kind(**deepcopy({**sizes, **values})), features, layers=LAYERS)
 
 
 HYBRID: dict[str, Family] = {
-    "lfm2": row(tf.Lfm2Config, GROUPED, "convolutions", costly=False, layer_types=["conv", "full_attention", "conv"]),
-    "qwen3_5 (text)": row(tf.Qwen3_5TextConfig, HEADS, "gated delta rule", costly=False, **DELTA),
+    "lfm2": row(tf.Lfm2Config, GROUPED, "convolutions", layer_types=["conv", "full_attention", "conv"]),
+    "qwen3_5 (text)": row(tf.Qwen3_5TextConfig, HEADS, "gated delta rule", **DELTA),
     "qwen3_next": row(
         tf.Qwen3NextConfig, HEADS, "gated delta rule", "experts", **DELTA, **SPARSE, shared_expert_intermediate_size=32
     ),
@@ -52,7 +52,7 @@ HYBRID: dict[str, Family] = {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96},
         layer_types=["mamba", "attention", "mamba"],
     ),
-    "falcon_h1": row(tf.FalconH1Config, HEADS, "mamba 2 beside attention", costly=False, **MAMBA2, mamba_d_ssm=128),
+    "falcon_h1": row(tf.FalconH1Config, HEADS, "mamba 2 beside attention", **MAMBA2, mamba_d_ssm=128),
     "nemotron_h": row(
         tf.NemotronHConfig,
         HEADS,
@@ -66,7 +66,6 @@ HYBRID: dict[str, Family] = {
         GROUPED,
         "mamba 2",
         "shared blocks",
-        costly=False,
         **{"mamba_d_state": 24, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 16, "chunk_size": 8},
         **{"num_mem_blocks": 1, "hybrid_layer_ids": [1], "attention_head_dim": 32},
         layers_block_type=["mamba", "hybrid", "mamba"],
@@ -76,7 +75,6 @@ HYBRID: dict[str, Family] = {
         GROUPED,
         "mamba",
         "experts",
-        costly=False,
         attn_layer_period=2,
         attn_layer_offset=1,
         num_experts=2,
@@ -85,7 +83,7 @@ HYBRID: dict[str, Family] = {
         use_mamba_kernels=False,
     ),
     "mamba2": row(tf.Mamba2Config, MAMBA, "mamba 2", state_size=24, num_heads=8, head_dim=16, n_groups=2, chunk_size=8),
-    "mamba": row(tf.MambaConfig, MAMBA, "mamba", costly=False, state_size=8),
+    "mamba": row(tf.MambaConfig, MAMBA, "mamba", state_size=8),
     "falcon_mamba": row(tf.FalconMambaConfig, MAMBA, "mamba", state_size=8),
     "lfm2_moe": row(
         tf.Lfm2MoeConfig,
@@ -139,7 +137,6 @@ HYBRID: dict[str, Family] = {
         {**GROUPED, "num_key_value_heads": 2},
         "gated linear recurrent units",
         "sliding window",
-        costly=False,
         lru_width=64,
         attention_window_size=WINDOW,
         block_types=["recurrent", "attention", "recurrent"],
@@ -165,7 +162,6 @@ HYBRID: dict[str, Family] = {
         "experts",
         "sliding window",
         "query scaling by position",
-        costly=False,
         **{"swa_num_attention_heads": 8, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
         **{"sliding_window_size": WINDOW, "rel_extent": 16, "d_rel": 8, "log_scaling_n_floor": 16},
         **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -178,7 +174,6 @@ HYBRID: dict[str, Family] = {
         "compressed convolutional attention",
         "experts",
         "partial rotary",
-        costly=False,
         num_experts=4,
         moe_intermediate_size=32,
         router_hidden_size=16,
@@ -186,8 +181,8 @@ HYBRID: dict[str, Family] = {
         layer_types=["hybrid", "hybrid", "hybrid"],
         rope_parameters={"hybrid": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
-    "rwkv": row(tf.RwkvConfig, MAMBA, "averages by channel", "shifts by a token", costly=False, rescale_every=1),
-    "xlstm": row(tf.xLSTMConfig, MAMBA, "matrix memory", "softcaps", costly=False, num_heads=4),
+    "rwkv": row(tf.RwkvConfig, MAMBA, "averages by channel", "shifts by a token", rescale_every=1),
+    "xlstm": row(tf.xLSTMConfig, MAMBA, "matrix memory", "softcaps", num_heads=4),
     "qwen4_exp (text)": row(
         tf.Qwen4ExpTextConfig,
         HEADS,
@@ -206,7 +201,6 @@ HYBRID: dict[str, Family] = {
         "embeddings of n-grams",
         "experts",
         **QWEN4,
-        costly=False,
         **{"ple_layer_ids": [1, 3], "ngram_vocab_size_base": 64, "ple_embed_dim": 32},
     ),
 }

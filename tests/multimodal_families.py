@@ -12,7 +12,7 @@ GEMMA = {**WIDE, "sliding_window": WINDOW, "layer_types": MIXED, "global_head_di
 
 def row(kind: Any, *features: str, note: str = "", refused: str = "", layers: int = LAYERS, **values: Any) -> Family:
     features = ("text model inside ForConditionalGeneration", *features)
-    return Family(lambda: kind(**deepcopy(values)), features, refused, note, layers, costly=True)
+    return Family(lambda: kind(**deepcopy(values)), features, refused, note, layers)
 
 
 MULTIMODAL: dict[str, Family] = {

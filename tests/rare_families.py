@@ -1,12 +1,8 @@
 """Rows of `families` for the other classes of transformers: two layers, one of each kind where they differ."""
 
-from functools import partial
-
 import transformers as tf
 from further_families import ENCODER, MIXED, PARTIAL, PLAIN, SHARED, SMALL_EXPERTS, TRANSLATION, WIDE, row
 from tiny_configs import CONTEXT, EXPERTS, LATENT, LLAMA3, VISION, WINDOW, Family, rope
-
-rare = partial(row, costly=True)
 
 SLIDING = {"sliding_window": WINDOW, "layer_types": MIXED}
 POSITIONS = {"max_position_embeddings": CONTEXT}
@@ -18,7 +14,7 @@ LATENT_EXPERTS = {**PLAIN, "num_key_value_heads": 4, **LATENT, **ROUTED, **DENSE
 BOTH_ROTARY = {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}}
 
 RARE: dict[str, Family] = {
-    "afmoe": rare(
+    "afmoe": row(
         tf.AfmoeConfig,
         WIDE,
         *("experts", "shared experts", "q/k norms", "sliding window", "layers without rotary"),
@@ -27,10 +23,10 @@ RARE: dict[str, Family] = {
         num_experts=8,
         num_shared_experts=1,
     ),
-    "aria_text": rare(tf.AriaTextConfig, SHARED, "experts", "shared experts", moe_num_experts=4),
-    "axk1": rare(tf.AXK1Config, LATENT_EXPERTS, "latent attention", "experts", "shared experts"),
-    "axk2": rare(tf.AXK2Config, LATENT_EXPERTS, "indexed attention", "latent attention", "experts", **INDEXED),
-    "beam": rare(
+    "aria_text": row(tf.AriaTextConfig, SHARED, "experts", "shared experts", moe_num_experts=4),
+    "axk1": row(tf.AXK1Config, LATENT_EXPERTS, "latent attention", "experts", "shared experts"),
+    "axk2": row(tf.AXK2Config, LATENT_EXPERTS, "indexed attention", "latent attention", "experts", **INDEXED),
+    "beam": row(
         tf.BeamConfig,
         WIDE,
         *("experts", "sliding window", "layers without rotary", "softcaps"),
@@ -42,14 +38,14 @@ RARE: dict[str, Family] = {
         topk_group=1,
         rope_parameters={"sliding_attention": DEFAULT, "full_attention": None},
     ),
-    "bert-generation": rare(tf.BertGenerationConfig, ENCODER, "learned positions", "norms after"),
-    "bigbird_pegasus": rare(
+    "bert-generation": row(tf.BertGenerationConfig, ENCODER, "learned positions", "norms after"),
+    "bigbird_pegasus": row(
         tf.BigBirdPegasusConfig, TRANSLATION, "learned positions", attention_type="original_full", **POSITIONS
     ),
-    "blenderbot": rare(tf.BlenderbotConfig, TRANSLATION, "learned positions", **POSITIONS),
-    "blenderbot-small": rare(tf.BlenderbotSmallConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
-    "camembert": rare(tf.CamembertConfig, ENCODER, "learned positions", "norms after"),
-    "cohere2_moe": rare(
+    "blenderbot": row(tf.BlenderbotConfig, TRANSLATION, "learned positions", **POSITIONS),
+    "blenderbot-small": row(tf.BlenderbotSmallConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
+    "camembert": row(tf.CamembertConfig, ENCODER, "learned positions", "norms after"),
+    "cohere2_moe": row(
         tf.Cohere2MoeConfig,
         WIDE,
         *("experts", "shared experts", "sliding window", "logit scaling", "layers without rotary"),
@@ -59,12 +55,12 @@ RARE: dict[str, Family] = {
         num_experts_per_tok=2,
         num_shared_experts=1,
     ),
-    "cohere_compass": rare(
+    "cohere_compass": row(
         tf.CohereCompassTextConfig, WIDE, "interleaved rotary", "sliding window", **SLIDING, **BOTH_ROTARY
     ),
-    "cwm": rare(tf.CwmConfig, WIDE, "llama3 rotary scaling", "sliding window", **SLIDING, **LLAMA3),
-    "data2vec-text": rare(tf.Data2VecTextConfig, ENCODER, "learned positions", "norms after"),
-    "deepseek_v32": rare(
+    "cwm": row(tf.CwmConfig, WIDE, "llama3 rotary scaling", "sliding window", **SLIDING, **LLAMA3),
+    "data2vec-text": row(tf.Data2VecTextConfig, ENCODER, "learned positions", "norms after"),
+    "deepseek_v32": row(
         tf.DeepseekV32Config,
         LATENT_EXPERTS,
         *("indexed attention", "latent attention", "experts", "shared experts"),
@@ -79,9 +75,9 @@ RARE: dict[str, Family] = {
         note="up to keep_window_size tokens, which attend to all before them; not is_moe, whose experts mix tokens",
         keep_window_size=192,
     ),
-    "dots1": rare(tf.Dots1Config, WIDE, "experts", "shared experts", "q/k norms", **ROUTED, first_k_dense_replace=1),
-    "ernie": rare(tf.ErnieConfig, ENCODER, "learned positions", "norms after"),
-    "exaone_moe": rare(
+    "dots1": row(tf.Dots1Config, WIDE, "experts", "shared experts", "q/k norms", **ROUTED, first_k_dense_replace=1),
+    "ernie": row(tf.ErnieConfig, ENCODER, "learned positions", "norms after"),
+    "exaone_moe": row(
         tf.ExaoneMoeConfig,
         WIDE,
         *("experts", "shared experts", "q/k norms", "sliding window", "layers without rotary"),
@@ -90,10 +86,10 @@ RARE: dict[str, Family] = {
         **DENSE_FIRST,
         num_experts=8,
     ),
-    "flex_olmo": rare(
+    "flex_olmo": row(
         tf.FlexOlmoConfig, SHARED, "experts", "q/k norms", "norms after", num_experts=4, num_experts_per_tok=2
     ),
-    "flint": rare(
+    "flint": row(
         tf.FlintConfig,
         WIDE,
         *("experts", "shared experts", "sliding window"),
@@ -103,7 +99,7 @@ RARE: dict[str, Family] = {
         shared_expert_intermediate_size=32,
         mlp_only_layers=[0],
     ),
-    "gemma4_unified (text)": rare(
+    "gemma4_unified (text)": row(
         tf.Gemma4UnifiedTextConfig, WIDE, "sliding window", "per-layer types", "q/k norms", **SLIDING
     ),
     "git": row(
@@ -112,16 +108,16 @@ RARE: dict[str, Family] = {
         *("learned positions", "norms after", "no final norm", "biased head"),
         note="its text decoder, without images",
     ),
-    "glm": rare(tf.GlmConfig, WIDE, "partial rotary", "interleaved rotary", "biases", **PARTIAL),
-    "glm4_moe_lite": rare(tf.Glm4MoeLiteConfig, LATENT_EXPERTS, "latent attention", "experts", "shared experts"),
-    "glm_moe_dsa": rare(
+    "glm": row(tf.GlmConfig, WIDE, "partial rotary", "interleaved rotary", "biases", **PARTIAL),
+    "glm4_moe_lite": row(tf.Glm4MoeLiteConfig, LATENT_EXPERTS, "latent attention", "experts", "shared experts"),
+    "glm_moe_dsa": row(
         tf.GlmMoeDsaConfig,
         LATENT_EXPERTS,
         *("indexed attention", "latent attention", "experts", "shared experts"),
         **INDEXED,
         indexer_types=["full", "shared"],
     ),
-    "granite_swa": rare(
+    "granite_swa": row(
         tf.GraniteSWAConfig,
         SHARED,
         *("sliding window", "logit scaling"),
@@ -129,7 +125,7 @@ RARE: dict[str, Family] = {
         layer_rope_theta=[10000.0, 0.0],
         logits_scaling=3.0,
     ),
-    "granitemoe_swa": rare(
+    "granitemoe_swa": row(
         tf.GraniteMoeSWAConfig,
         SHARED,
         *("experts", "shared experts", "sliding window"),
@@ -138,10 +134,10 @@ RARE: dict[str, Family] = {
         layer_rope_theta=[10000.0, 1000.0],
         shared_intermediate_size=32,
     ),
-    "granitemoeshared": rare(
+    "granitemoeshared": row(
         tf.GraniteMoeSharedConfig, SHARED, "experts", "shared experts", **EXPERTS, shared_intermediate_size=32
     ),
-    "hy_v3": rare(
+    "hy_v3": row(
         tf.HYV3Config,
         WIDE,
         *("experts", "shared experts", "q/k norms"),
@@ -150,7 +146,7 @@ RARE: dict[str, Family] = {
         num_experts=8,
         num_shared_experts=1,
     ),
-    "hy_v4": rare(
+    "hy_v4": row(
         tf.HYV4Config,
         LATENT_EXPERTS,
         *("indexed attention", "latent attention", "experts", "several hidden states of a token"),
@@ -158,9 +154,9 @@ RARE: dict[str, Family] = {
         indexer_types=["full", "shared"],
         hc_mult=2,
     ),
-    "hyperclovax": rare(tf.HyperCLOVAXConfig, WIDE, "norms after", "logit scaling", logits_scaling=3.0),
-    "jais2": rare(tf.Jais2Config, WIDE, "biases"),
-    "kolibri1": rare(
+    "hyperclovax": row(tf.HyperCLOVAXConfig, WIDE, "norms after", "logit scaling", logits_scaling=3.0),
+    "jais2": row(tf.Jais2Config, WIDE, "biases"),
+    "kolibri1": row(
         tf.Kolibri1Config,
         WIDE,
         *("experts", "shared experts", "sliding window"),
@@ -169,7 +165,7 @@ RARE: dict[str, Family] = {
         num_local_experts=8,
         shared_expert_intermediate_size=32,
     ),
-    "laguna": rare(
+    "laguna": row(
         tf.LagunaConfig,
         WIDE,
         *("experts", "shared experts", "gated attention", "heads by layer", "sliding window"),
@@ -181,10 +177,10 @@ RARE: dict[str, Family] = {
         shared_expert_intermediate_size=32,
         num_attention_heads_per_layer=[4, 8],
     ),
-    "marian": rare(tf.MarianConfig, TRANSLATION, "norms after", decoder_vocab_size=512, **POSITIONS),
-    "mbart": rare(tf.MBartConfig, TRANSLATION, "learned positions", "embedding scale", **POSITIONS),
-    "megatron-bert": rare(tf.MegatronBertConfig, ENCODER, "learned positions"),
-    "mellum": rare(
+    "marian": row(tf.MarianConfig, TRANSLATION, "norms after", decoder_vocab_size=512, **POSITIONS),
+    "mbart": row(tf.MBartConfig, TRANSLATION, "learned positions", "embedding scale", **POSITIONS),
+    "megatron-bert": row(tf.MegatronBertConfig, ENCODER, "learned positions"),
+    "mellum": row(
         tf.MellumConfig,
         WIDE,
         *("experts", "q/k norms", "sliding window"),
@@ -193,7 +189,7 @@ RARE: dict[str, Family] = {
         **BOTH_ROTARY,
         num_local_experts=8,
     ),
-    "mimo_v2_flash": rare(
+    "mimo_v2_flash": row(
         tf.MiMoV2FlashConfig,
         {**WIDE, "v_head_dim": 8},
         *("experts", "attention sinks", "partial rotary", "sliding window"),
@@ -202,7 +198,7 @@ RARE: dict[str, Family] = {
         **DENSE_FIRST,
         rope_parameters={kind: {**DEFAULT, "partial_rotary_factor": 0.5} for kind in ("full_attention", MIXED[0])},
     ),
-    "minicpm3": rare(
+    "minicpm3": row(
         tf.MiniCPM3Config,
         {**PLAIN, **LATENT, "num_key_value_heads": 4},
         *("latent attention", "embedding scale", "logit scaling"),
@@ -223,7 +219,7 @@ RARE: dict[str, Family] = {
         index_block_size=16,
         index_topk_blocks=12,
     ),
-    "ministral3": rare(
+    "ministral3": row(
         tf.Ministral3Config,
         WIDE,
         *("yarn rotary scaling", "query scaling by position"),
@@ -238,20 +234,20 @@ RARE: dict[str, Family] = {
             beta_slow=1.0,
         ),
     ),
-    "modernbert-decoder": rare(
+    "modernbert-decoder": row(
         tf.ModernBertDecoderConfig,
         {**PLAIN, "cls_token_id": 1, "sep_token_id": 2},
         *("sliding window", "biased head"),
         local_attention=2 * WINDOW,
         layer_types=MIXED,
     ),
-    "moshi": rare(tf.MoshiConfig, SHARED, "sliding window", sliding_window=WINDOW, ffn_dim=128, num_codebooks=2),
-    "mvp": rare(tf.MvpConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
-    "plbart": rare(tf.PLBartConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
-    "rembert": rare(tf.RemBertConfig, {**ENCODER, "input_embedding_size": 32, "output_embedding_size": 96}),
-    "roberta": rare(tf.RobertaConfig, ENCODER, "learned positions", "norms after"),
-    "roberta-prelayernorm": rare(tf.RobertaPreLayerNormConfig, ENCODER, "learned positions"),
-    "roc_bert": rare(
+    "moshi": row(tf.MoshiConfig, SHARED, "sliding window", sliding_window=WINDOW, ffn_dim=128, num_codebooks=2),
+    "mvp": row(tf.MvpConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
+    "plbart": row(tf.PLBartConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
+    "rembert": row(tf.RemBertConfig, {**ENCODER, "input_embedding_size": 32, "output_embedding_size": 96}),
+    "roberta": row(tf.RobertaConfig, ENCODER, "learned positions", "norms after"),
+    "roberta-prelayernorm": row(tf.RobertaPreLayerNormConfig, ENCODER, "learned positions"),
+    "roc_bert": row(
         tf.RoCBertConfig,
         ENCODER,
         *("learned positions", "norms after"),
@@ -260,10 +256,10 @@ RARE: dict[str, Family] = {
         pronunciation_embed_dim=16,
         shape_embed_dim=16,
     ),
-    "roformer": rare(tf.RoFormerConfig, {**ENCODER, "embedding_size": 32}, "interleaved rotary", "norms after"),
-    "solar_open": rare(tf.SolarOpenConfig, WIDE, "experts", "shared experts", **ROUTED),
-    "trocr": rare(tf.TrOCRConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
-    "xlm-roberta-xl": rare(tf.XLMRobertaXLConfig, ENCODER, "learned positions"),
+    "roformer": row(tf.RoFormerConfig, {**ENCODER, "embedding_size": 32}, "interleaved rotary", "norms after"),
+    "solar_open": row(tf.SolarOpenConfig, WIDE, "experts", "shared experts", **ROUTED),
+    "trocr": row(tf.TrOCRConfig, TRANSLATION, "learned positions", "norms after", **POSITIONS),
+    "xlm-roberta-xl": row(tf.XLMRobertaXLConfig, ENCODER, "learned positions"),
     "xmod": row(
         tf.XmodConfig,
         ENCODER,
@@ -272,5 +268,5 @@ RARE: dict[str, Family] = {
         languages=["en_XX", "de_DE"],
         default_language="de_DE",
     ),
-    "youtu": rare(tf.YoutuConfig, {**PLAIN, **LATENT, "num_key_value_heads": 4}, "latent attention"),
+    "youtu": row(tf.YoutuConfig, {**PLAIN, **LATENT, "num_key_value_heads": 4}, "latent attention"),
 }

@@ -42,7 +42,6 @@ REFUSED_ROWS: dict[str, Family] = {
         max_position_embeddings=CONTEXT,
         local_attn_chunk_length=16,
         refused="something happens outside any module",
-        costly=True,
     ),
     "xlm": row(
         tf.XLMConfig,
@@ -68,7 +67,6 @@ REFUSED_ROWS: dict[str, Family] = {
         d_rel=8,
         unpadded_vocab_size=512,
         refused="reads more than the last layer's hidden states",
-        costly=True,
     ),
     "blt": row(
         tf.BltConfig,
@@ -76,7 +74,6 @@ REFUSED_ROWS: dict[str, Family] = {
         global_config=BLT,
         encoder_hash_byte_group_vocab=64,
         refused="gives no hidden_size",
-        costly=True,
     ),
     "deepseek_v4": row(
         tf.DeepseekV4Config,

@@ -86,7 +86,6 @@ class Family:
         refused: part of the sentence with which `trace` refuses the model; empty where it is exported.
         note: a sentence for the last column.
         layers: of the tiny model; there is a checkpoint after each but the last.
-        costly: slow to trace, or all that it has is in other rows: only `tools/checks/model_families.py` runs it.
     """
 
     config: Callable[[], tf.PreTrainedConfig]
@@ -94,7 +93,6 @@ class Family:
     refused: str = ""
     note: str = ""
     layers: int = LAYERS
-    costly: bool = False
 
     @property
     def checkpoints(self) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _key(source: SourceModel, *arguments: Any) -> str:
-    """A hash of all that a trace of `source` depends on: its class and code, its config, its weights as they are now."""
+    """A hash of all that a trace depends on: the class and its code, the config, the weights as they are now."""
     model = source.model
     key = hashlib.sha256(repr((arguments, source.name if source.remote_code else "", repr(model))).encode())
     key.update(model.config.to_json_string().encode())

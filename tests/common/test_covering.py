@@ -1,4 +1,6 @@
-from covering import covering
+"""Few rows have every feature."""
+
+from covering import covering, pairs
 
 ROWS = {"a": ("1",), "b": ("1", "2"), "c": ("2", "3"), "d": ("1", "2", "3"), "e": (), "f": ("4", "1")}
 
@@ -14,3 +16,14 @@ def test_a_row_is_chosen_for_what_is_missing_then_for_all_that_it_has() -> None:
 
 def test_rows_without_features_need_none() -> None:
     assert covering({"a": (), "b": ()}) == []
+
+
+def test_rows_that_are_taken_anyway_need_no_others() -> None:
+    assert covering(ROWS, ["b"]) == ["d", "f"]
+    assert covering(ROWS, ["d", "f"]) == []
+
+
+def test_pairs_are_had_together() -> None:
+    rows = {name: pairs(features) for name, features in ROWS.items()}
+    assert rows["d"] == [("1", "2"), ("1", "3"), ("2", "3")]
+    assert covering(rows, ["b"]) == ["d", "f"]

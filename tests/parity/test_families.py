@@ -2,8 +2,8 @@
 
 There is one trace per family, which takes most of the time. Rows that together have every feature (`IN_ALL_FORMS`), and
 in `make test-all` every row, are run in all forms: several thresholds, lists, drafts, segment networks, a drafter.
-`make test` runs the others on one prompt with one exit. `test_features.py` shows that the features of the rows matter
-to these prompts.
+`make test` runs rows that have two features which those have not together (`BRIEFLY`) on one prompt with one exit.
+`test_features.py` shows that the features of the rows matter to these prompts.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiers
 from drafters import random_drafter
-from families import EXPORTED, FAMILIES, IN_ALL_FORMS, REFUSED, build
+from families import BRIEFLY, EXPORTED, FAMILIES, IN_ALL_FORMS, REFUSED, build
 from tiny_engines import engine_of, lens_at_first, pieces_of, segments_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -52,7 +52,7 @@ MORE_FORMS = {
 COUNTING = ("llama4 (text)", "llama4")
 
 
-@pytest.mark.parametrize("family", [name for name in EXPORTED if tiers.ALL or name in IN_ALL_FORMS])
+@pytest.mark.parametrize("family", EXPORTED if tiers.ALL else IN_ALL_FORMS)
 def test_every_form_of_a_family_is_equal(family: str, tmp_path: Path) -> None:
     source, checkpoints = build(family), FAMILIES[family].checkpoints
     pieces = pieces_of(source, checkpoints)
@@ -93,7 +93,7 @@ def test_every_form_of_a_family_is_equal(family: str, tmp_path: Path) -> None:
             check_drafter(source, folder)
 
 
-@pytest.mark.parametrize("family", [name for name in EXPORTED if not (tiers.ALL or name in IN_ALL_FORMS)])
+@pytest.mark.parametrize("family", BRIEFLY)
 def test_one_prompt_and_one_exit_of_a_family_are_equal(family: str, tmp_path: Path) -> None:
     source, checkpoints, prompts = build(family), FAMILIES[family].checkpoints, PROMPTS[2:]
     routers = random_routers(source, checkpoints, PROMPTS[2], bottleneck=16, **LENS_AND_SHORTLIST)
