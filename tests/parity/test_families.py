@@ -50,6 +50,9 @@ MORE_FORMS = {
 }
 # Models that number their tokens themselves: their segment networks run one sequence at a time.
 COUNTING = ("llama4 (text)", "llama4")
+WITHOUT_NETWORKS = ("jetmoe",)  # what TensorRT does not take
+# Models whose exits say what full depth says: none of their drafts is rejected.
+ALL_ACCEPTED = ("zamba", "jetmoe")
 
 
 @pytest.mark.parametrize("family", EXPORTED if tiers.ALL else IN_ALL_FORMS)
@@ -86,7 +89,7 @@ def test_every_form_of_a_family_is_equal(family: str, tmp_path: Path) -> None:
         if batched:
             check_batch(engine, middle)
         if number == 0:
-            check_drafts(engine, source)
+            check_drafts(family, engine, source)
         if batched and not recurrent:
             check_segments(family, source, routers, folder, pieces, middle)
         if number == 0 and not recurrent:
@@ -132,20 +135,26 @@ def check_handover(engine, options: dict[str, Any], expected: Generation) -> Non
     assert all(other.finish_reason == "length" for other in others)
 
 
-def check_drafts(engine, source) -> None:
+def check_drafts(family: str, engine, source) -> None:
     """Every token of lossless mode is Hugging Face's choice after the same tokens, with every token drafted."""
     check = check_lossless(engine, source, PROMPTS, NEW_TOKENS, threshold=0.0, max_pending=3)
     assert check.holds, check.differences
-    assert check.drafted > check.accepted, "no draft was rejected, so nothing was taken back"
+    assert check.drafted > 0
+    if family in IN_ALL_FORMS and family not in ALL_ACCEPTED:
+        assert check.drafted > check.accepted, "no draft was rejected, so nothing was taken back"
 
 
 def check_segments(family: str, source, routers, folder: Path, pieces, thresholds: list[float]) -> None:
     """The networks of one segment each, as ONNX Runtime runs them, against the same references."""
+    if family in WITHOUT_NETWORKS:
+        with pytest.raises(UnsupportedModelError, match="which TensorRT does not take"):
+            segments_of(source, routers, folder, pieces)
+        return
     engine = open_engine(segments_of(source, routers, folder, pieces), "cpu-networks", threads=1)
     assert (family in COUNTING) == (engine.manifest.networks.max_batch_size == 1)
     if family not in COUNTING:
         check_batch(engine, thresholds, modes=1)
-    check_drafts(engine, source)
+    check_drafts(family, engine, source)
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences
     for max_pending in (1, 16):
@@ -163,7 +172,7 @@ def check_drafter(source, folder: Path) -> None:
     )
     count = len(manifest.checkpoints)
     free = Drafting((1.0,) * count, 0, 0, (1.0,) * count, (0.0,) * 5, {}, 3, 0.0)
-    for provider in ("cpu", "cpu-networks"):
+    for provider in ("cpu", "cpu-networks") if manifest.networks else ("cpu",):
         engine = load(folder, provider=provider, threads=1).drafting_as(free)
         for prompt, temperature in zip(PROMPTS[1:], (0.8, 0.0), strict=True):
             options = {"temperature": temperature, "seed": 4, "max_new_tokens": NEW_TOKENS, "stop_token_ids": []}
