@@ -125,7 +125,7 @@ def test_every_option_is_tried() -> None:
     assert GOOD.keys() == GenerationOptions.__annotations__.keys()
 
 
-@cases(2000)
+@cases(400, 4000)
 @given(requests())
 def test_generate(engine: Engine, expected: list[int], request_: tuple[Any, dict[str, Any]]) -> None:
     ids, options = request_

@@ -99,7 +99,7 @@ def offline() -> Iterator[None]:
         yield
 
 
-@cases(500)
+@cases(150, 1000)
 @given(command_lines())
 def test_a_command_line(paths: dict[str, str], words: list[str]) -> None:
     out, err = io.StringIO(), io.StringIO()

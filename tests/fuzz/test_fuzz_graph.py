@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundle
 
 
-@cases(400)
+@cases(150, 800)
 @given(random=st.randoms(use_true_random=False))
 def test_mutated_graphs(child: Child, folder: Path, random: Random) -> None:
     whole = folder / "whole.onnx"
@@ -59,7 +59,7 @@ def test_mutated_graphs(child: Child, folder: Path, random: Random) -> None:
     assert answer.startswith(OUTCOMES), answer
 
 
-@cases(300)
+@cases(100, 600)
 @given(random=st.randoms(use_true_random=False))
 def test_mutated_manifests_of_a_good_graph(
     child: Child, tmp_path_factory: pytest.TempPathFactory, random: Random

@@ -61,19 +61,19 @@ def test_texts_that_parsers_take_differently(parsers: Parsers, name: str) -> Non
     assert sentence is None if refused is None else refused in str(sentence)
 
 
-@cases(1500)
+@cases(400, 3000)
 @given(random=st.randoms(use_true_random=False))
 def test_mutated_fields(parsers: Parsers, random: Random) -> None:
     parsers.verdict(mutated_json(random, random.choice(KINDS)).encode())
 
 
-@cases(500)
+@cases(150, 1000)
 @given(random=st.randoms(use_true_random=False))
 def test_mutated_bytes(parsers: Parsers, random: Random) -> None:
     parsers.verdict(mutated_bytes(random, mutated_json(random, random.choice(KINDS), times=1).encode()))
 
 
-@cases(500)
+@cases(150, 1000)
 @given(random=st.randoms(use_true_random=False))
 def test_mutated_manifests(random: Random) -> None:
     text = mutated_json(random, random.choice([*KINDS, RECORDS, RECORDS]))

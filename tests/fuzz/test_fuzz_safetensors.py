@@ -3,7 +3,6 @@
 import json
 import pickle
 import resource
-import shutil
 import zipfile
 from collections.abc import Callable
 from io import BytesIO
@@ -37,11 +36,17 @@ def source() -> SourceModel:
     return wrap_model(LlamaForCausalLM(small_llama(vocab_size=13, width=8, layers=2, context=16)), "tiny")
 
 
-@pytest.fixture(scope="module")
-def folder(source: SourceModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("fuzz") / "model"
-    source.model.save_pretrained(path)
-    return path
+@pytest.fixture
+def folder(source: SourceModel, tmp_path: Path) -> Path:
+    """A model whose files a test may write."""
+    source.model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def files(folder: Path) -> dict[str, bytes]:
+    """Those of the folder before a test writes any."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +106,7 @@ def outcome(work: Callable[[], None]) -> bool:
     return True
 
 
-@cases(700)
+@cases(200, 1000)
 @given(random=st.randoms(use_true_random=False), which=st.integers(0, 2))
 def test_router_files(
     random: Random,
@@ -163,7 +168,7 @@ def rewritten(random: Random, buffer: BytesIO) -> bytes:
     return out.getvalue()
 
 
-@cases(500)
+@cases(150, 1000)
 @given(random=st.randoms(use_true_random=False))
 def test_tide_s_router_files_run_no_code(random: Random, tmp_path_factory: pytest.TempPathFactory) -> None:
     path, canary = tmp_path_factory.getbasetemp() / "fuzzed.pt", tmp_path_factory.getbasetemp() / "canary"
@@ -182,25 +187,20 @@ def use_model(folder: Path) -> None:
     assert (source.hidden_size, source.vocab_size) == (8, 13)
 
 
-@cases(300)
+@cases(50, 500)
 @given(random=st.randoms(use_true_random=False))
-def test_weights_of_a_model(random: Random, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    copied = tmp_path_factory.getbasetemp() / "weights"
-    shutil.copytree(folder, copied, dirs_exist_ok=True)
-    path = copied / "model.safetensors"
-    path.write_bytes(mutated_tensors(random, (folder / "model.safetensors").read_bytes()))
-    outcome(lambda: use_model(copied))
+def test_weights_of_a_model(random: Random, folder: Path, files: dict[str, bytes]) -> None:
+    (folder / "model.safetensors").write_bytes(mutated_tensors(random, files["model.safetensors"]))
+    outcome(lambda: use_model(folder))
 
 
 NUMBERS = (0, -1, 1, 3, 7, 2**20, 2**31, 2**40, 2**62, 2**63, 10**30, 1.5, "x", None, True, [], {}, [2**40])
 
 
-@cases(500)
+@cases(100, 1000)
 @given(random=st.randoms(use_true_random=False))
-def test_config_of_a_model(random: Random, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    copied = tmp_path_factory.getbasetemp() / "config"
-    shutil.copytree(folder, copied, dirs_exist_ok=True)
-    values = json.loads((folder / "config.json").read_text())
+def test_config_of_a_model(random: Random, folder: Path, files: dict[str, bytes]) -> None:
+    values = json.loads(files["config.json"])
     if random.random() < 0.6:
         values[random.choice(list(values))] = random.choice(NUMBERS)
         text = json.dumps(values)
@@ -208,5 +208,5 @@ def test_config_of_a_model(random: Random, folder: Path, tmp_path_factory: pytes
         text = mutated_json(random, values)
     if random.random() < 0.1:
         text = mutated_bytes(random, text.encode("utf-8", "surrogatepass")).decode("latin-1")
-    (copied / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
-    outcome(lambda: use_model(copied))
+    (folder / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
+    outcome(lambda: use_model(folder))

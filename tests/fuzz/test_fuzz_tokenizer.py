@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tokenizers")
 
 
-@cases(500)
+@cases(150, 1000)
 @given(random=st.randoms(use_true_random=False))
 def test_mutated_tokenizers(folder: Path, random: Random) -> None:
     contents = combined(random) if random.random() < 0.6 else random.choice(FILES)

@@ -66,7 +66,14 @@ class Node:
         return {name: np.ascontiguousarray(table, np.float32) for name, table in tables.items()}
 
 
-@lru_cache(maxsize=256)
+def _options(threads: int = 1) -> ort.SessionOptions:
+    """Without the arena, in which a session keeps what its largest run took: of the functions up to 1 GB each."""
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads, options.enable_cpu_mem_arena = 4, threads, False
+    return options
+
+
+@lru_cache(maxsize=8)
 def session(node: Node, names: tuple[str, ...], threads: int = 1) -> ort.InferenceSession:
     """The operator, with inputs of these names, which need not fit each other."""
     page = ir.DataType.INT8 if node.int8 else FLOAT
@@ -84,8 +91,7 @@ def session(node: Node, names: tuple[str, ...], threads: int = 1) -> ort.Inferen
     inputs, op_type = [values.get(name) for name in INPUTS], OP_PAGED_ATTENTION[node.kv_cache]
     nodes = [ir.node(op_type, inputs, attributes=attributes, domain=DOMAIN, outputs=outputs)]
     graph = ir.Graph(list(values.values()), outputs, nodes=nodes, opset_imports={"": 23, DOMAIN: 1}, name="one")
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, threads
+    options = _options(threads)
     register_operators(options)
     return ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=11)).SerializeToString(), options)
 
@@ -95,12 +101,10 @@ def run(node: Node, inputs: Arrays, threads: int = 1) -> list[np.ndarray]:
     return session(node, tuple(name for name in INPUTS if name in inputs), threads).run(None, inputs)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8)
 def _function(node: Node, inputs: "_Inputs") -> ort.InferenceSession:
     case = Case(inputs.arrays, node.heads, node.kv_heads, node.kv_cache, node.attributes())
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    return ort.InferenceSession(one_node(case).SerializeToString(), options)
+    return ort.InferenceSession(one_node(case).SerializeToString(), _options())
 
 
 class _Inputs:
@@ -163,10 +167,10 @@ def inputs_of(node: Node, sequences: list[Text], counts: list[int], page_tokens:
         table[row, :needed] = ids[taken : taken + needed]
         taken += needed
         known = len(text.query) - (0 if node.form == Form.READING else count)
-        for position in range(known):
-            at = table[row, position // page_tokens], slice(None), position % page_tokens
-            pools["key"][at] = node.stored(text.past_key[position])
-            pools["value"][at] = node.stored(text.past_value[position])
+        positions = np.arange(known)
+        at = table[row, positions // page_tokens], slice(None), positions % page_tokens
+        pools["key"][at] = node.stored(text.past_key[:known])
+        pools["value"][at] = node.stored(text.past_value[:known])
 
     def new(kind: str) -> np.ndarray:
         rows = [getattr(text, kind)[len(text.query) - count :] for text, count in zip(sequences, counts, strict=True)]

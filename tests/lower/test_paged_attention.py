@@ -2,28 +2,28 @@
 run with any instruction set, pages are written in place, and what is refused."""
 
 import ctypes
-import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from fuzz.settings import cases
+from hypothesis import given
 from hypothesis import strategies as st
 from paged_attention_numpy import Arrays, int8_rows
-from paged_runs import Node, defined, inputs_of, one_by_one, run, session, texts
+from paged_runs import Node, Text, defined, inputs_of, one_by_one, run, session, texts
 
 from tide_export.lower.onnxruntime.paged_attention import Form
 from tide_export.verify.int8_kv import round_to_int8
 
-CASES = int(os.environ.get("TIDE_ATTENTION_CASES", "300"))
 SETS = ("avx512", "avx2", "baseline")
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture
 def instruction_set(request: pytest.FixtureRequest, operator_library: Path) -> Iterator[str]:
     """Every one that this CPU has."""
     use = ctypes.CDLL(str(operator_library)).tide_ops_use_attention
@@ -60,13 +60,7 @@ def runs(draw: st.DrawFn) -> tuple[Node, list[int], list[int], int, int]:
     return node, lengths, counts, draw(st.sampled_from([4, 8, 16, 64, 256])), draw(st.integers(0, 2**32 - 1))
 
 
-@settings(
-    max_examples=CASES,
-    derandomize="TIDE_ATTENTION_CASES" not in os.environ,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@cases(100, 600)
 @given(case=runs())
 def test_random_runs_are_as_the_function_defines_them(
     operator_library: Path, case: tuple[Node, list[int], list[int], int, int]
@@ -117,26 +111,32 @@ NODES = [
 ]
 
 
+COUNTS = [9, 1, 5, 70, 64, 2, 3]
+
+
+@lru_cache(maxsize=1)
+def mixed(node: Node) -> tuple[list[Text], Arrays, np.ndarray]:
+    """Sequences of very different lengths, a run of them, and the output as the function defines it."""
+    sequences = texts(node, [530, 1, 5, 700, 64, 300, 257], 1)
+    inputs = inputs_of(node, sequences, COUNTS, 16)
+    return sequences, inputs, defined(node, inputs)[0]
+
+
+@pytest.mark.parametrize("instruction_set", SETS, indirect=True)  # the next node after all of them: `mixed` holds one
 @pytest.mark.parametrize("node", [replace(node, int8=int8) for node in NODES for int8 in (False, True)], ids=str)
 def test_an_output_does_not_depend_on_what_else_is_in_the_run(node: Node, instruction_set: str) -> None:
-    lengths, counts = [530, 1, 5, 700, 64, 300, 257], [9, 1, 5, 70, 64, 2, 3]
-    sequences = texts(node, lengths, 1)
-    inputs = inputs_of(node, sequences, counts, 16)
+    sequences, inputs, attended = mixed(node)
     together, *_ = run(node, inputs, threads=2)
-    attended, *_ = defined(node, inputs)
     np.testing.assert_allclose(together, attended, rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(run(node, inputs)[0], together)
-    for text, count, output in zip(sequences, counts, np.split(together, np.cumsum(counts)[:-1], 1), strict=True):
+    for text, count, output in zip(sequences, COUNTS, np.split(together, np.cumsum(COUNTS)[:-1], 1), strict=True):
         alone = replace(node, starts=False)
         other, *_ = run(alone, inputs_of(alone, [text], [count], 64, seed=count))
         np.testing.assert_array_equal(other, output)
     for row in (0, 2):
-        output = np.split(together, np.cumsum(counts)[:-1], 1)[row]
-        if node.form == Form.PACKED:
-            apart = replace(node, form=Form.APART)
-            np.testing.assert_array_equal(one_by_one(apart, sequences[row], counts[row], 16), output)
-        else:
-            np.testing.assert_array_equal(one_by_one(node, sequences[row], counts[row], 16), output)
+        output = np.split(together, np.cumsum(COUNTS)[:-1], 1)[row]
+        apart = replace(node, form=Form.APART) if node.form == Form.PACKED else node
+        np.testing.assert_array_equal(one_by_one(apart, sequences[row], COUNTS[row], 16), output)
 
 
 def test_the_reference_rounds_as_the_operator_does() -> None:
