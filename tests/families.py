@@ -106,10 +106,11 @@ FAMILIES: dict[str, Family] = {
     "longcat_flash": Family(
         lambda: tf.LongcatFlashConfig(
             **{**TINY, **LATENT, "head_dim": 8, "max_position_embeddings": CONTEXT},
-            **{"num_layers": LAYERS, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32},
+            **{"num_layers": 2, "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32},
             **{"moe_topk": 2, "n_routed_experts": 8, "zero_expert_num": 4},
         ),
         ("several attentions in a layer", "latent attention", "experts"),
+        layers=2,
     ),
     "qwen2": Family(
         lambda: tf.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),

@@ -20,7 +20,9 @@ LONG = [(i * 37) % 500 + 3 for i in range(100)]  # beyond a chunk of xLSTM
     ("family", "name", "change", "least"),
     [
         ("rwkv", "attention.key.weight", lambda weight: weight * 4, 100),  # exp(89) is infinite
-        ("xlstm", "igate_preact.bias", lambda bias: bias + 40, 30),  # softcapped at 15
+        pytest.param(
+            *("xlstm", "igate_preact.bias", lambda bias: bias + 40, 30), marks=pytest.mark.exhaustive
+        ),  # softcapped at 15
     ],
 )
 def test_sums_of_large_exponentials(family: str, name: str, change, least: float, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import build
+from tiers import exhaustive_beyond
 from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, lens_at_first, pieces_of
 
@@ -31,13 +32,13 @@ LIMITS = (NEW_TOKENS, 8, NEW_TOKENS, NEW_TOKENS, NEW_TOKENS)  # and how many tok
 FAMILIES = ("llama", "gpt2", "gemma3n (text)", "phi", "deepseek_v3", "mpt")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, traces, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", exhaustive_beyond(1, FAMILIES))
+def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, tmp_path: Path) -> None:
     source = build(family)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
     if family == "llama":
         routers = lens_at_first(routers)
-    pieces = pieces_of(source, CHECKPOINTS, every_layer=True, traces=traces)
+    pieces = pieces_of(source, CHECKPOINTS, every_layer=True)
     engine = engine_of(source, routers, tmp_path / "bundle", pieces, PROPAGATE, batch=True)
     assert not [tensor for tensor in engine.manifest.inputs if tensor.name.startswith("pending")]
 
@@ -65,6 +66,7 @@ def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, traces, tmp_p
     assert (difference > 1e-3) == any(layer > CHECKPOINTS[0] for layer in engine.manifest.model.kv_read(range(LAYERS)))
 
 
+@pytest.mark.exhaustive
 def test_keys_that_need_an_attention_before_them_are_refused() -> None:
     source = build("longcat_flash")
     with pytest.raises(UnsupportedModelError, match=r"values of layer \d need more than the hidden states before it"):
