@@ -2,6 +2,8 @@
 caller runs: what a test lets fail, changes or counts."""
 
 import ctypes
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -10,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from tide_export.bundle.file_names import network_file
-from tide_export.bundle.network_spec import NetworkSpec, specs
+from tide_export.bundle.network_spec import NetworkSpec, Tensor, specs
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.callers_networks import load_networks
@@ -42,11 +44,8 @@ class CallersNetworks:
         """`gpu`: on whose streams the runs are queued."""
         self.gpu = gpu
         self.specs: Mapping[str, NetworkSpec] = specs(bundle.manifest, bundle.manifest.networks)
-        self._sessions: dict[str, Any] = {}
-        for name in self.specs:
-            options = ort.SessionOptions()
-            options.log_severity_level, options.intra_op_num_threads = 4, 1
-            self._sessions[name] = ort.InferenceSession(str(bundle.path / network_file(name)), options)
+        files = {name: bundle.path / network_file(name) for name in self.specs}
+        self._sessions = {name: _session(str(file), file.stat().st_mtime_ns) for name, file in files.items()}
         self.runs: list[Run] = []
         self.before: Callable[[Run], None] = lambda run: None
         self.after: Callable[[Run, Mapping[str, np.ndarray]], None] = lambda run, tensors: None
@@ -65,8 +64,8 @@ class CallersNetworks:
         self.recorded[one] += captured
         spec = self.specs[name]
         tensors = {
-            key: _array(addresses[key], tensor.dtype, tensor.dims(tokens, batch_size))
-            for key, tensor in {**spec.inputs, **spec.outputs}.items()
+            key: _array(addresses[key], tensor, tokens, batch_size)
+            for key, tensor in itertools.chain(spec.inputs.items(), spec.outputs.items())
         }
         given = {key: tensors[key] for key in spec.inputs}
         for key, value in zip(spec.outputs, self._sessions[name].run(list(spec.outputs), given), strict=True):
@@ -115,9 +114,17 @@ class Queued:
         return True
 
 
-def _array(address: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
+@functools.lru_cache(16)  # of two bundles
+def _session(file: str, _changed: int) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    return ort.InferenceSession(file, options)
+
+
+@functools.lru_cache(10_000)  # the steps of a sequence have its buffers
+def _array(address: int, tensor: Tensor, tokens: int, batch_size: int) -> np.ndarray:
+    memory = (ctypes.c_char * tensor.size(tokens, batch_size)).from_address(address)
+    return np.frombuffer(memory, tensor.dtype).reshape(tensor.dims(tokens, batch_size))
 
 
 def callers_engine(bundle: Bundle, gpu: Gpu | None = None, number: int = 0) -> tuple[Engine, CallersNetworks]:

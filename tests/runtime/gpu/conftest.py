@@ -30,6 +30,7 @@ def machine(cudart_library: Path) -> Iterator[FakeCudart]:
         cudart.reset()
         yield cudart
         cudart.reset(devices=0)
+        cudart.kept.clear()
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class FakeCudart:
         functions.fake_cuda_queue.argtypes = (c_void_p, Work, c_void_p)
         functions.fake_cuda_holds.argtypes, functions.fake_cuda_holds.restype = (c_void_p, c_size_t), c_bool
         functions.fake_cuda_calls.argtypes, functions.fake_cuda_calls.restype = (c_char_p,), c_long
-        self._kept: list[Any] = []  # queued, or recorded
+        self.kept: list[Any] = []  # queued, or recorded
 
     def reset(self, devices: int = 1) -> None:
         """A machine with so many GPUs, on which nothing fails."""
@@ -94,8 +94,8 @@ class FakeCudart:
                 self.error = str(error).encode()[:255]
                 return WORK_FAILED
 
-        self._kept.append(Work(run))
-        if self.functions.fake_cuda_queue(stream, self._kept[-1], None):
+        self.kept.append(Work(run))
+        if self.functions.fake_cuda_queue(stream, self.kept[-1], None):
             raise GenerationError("the stream is another GPU's")
 
     def check(self, address: int, size: int) -> None:
