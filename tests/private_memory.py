@@ -13,7 +13,7 @@ SECONDS = 0.002  # between samples
 
 def private_memory(*_held: object) -> int:
     """Resident bytes that belong to no file, with these objects in memory."""
-    gc.collect()
+    gc.collect(1)  # young objects: all take seconds in a process of many tests
     return _private()
 
 
@@ -27,7 +27,7 @@ class Gained:
 @contextmanager
 def peak_of_private_memory() -> Iterator[Gained]:
     """While open, samples private memory; memory that earlier work left free is returned before."""
-    gc.collect()
+    gc.collect(1)
     ctypes.CDLL(None).malloc_trim(0)
     before, gained, done = _private(), Gained(), threading.Event()
 

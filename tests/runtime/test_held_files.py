@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 from bundles import without
 from private_memory import private_memory
 from tiny_model import TinyModel
@@ -206,7 +207,7 @@ def test_loads_while_bundles_are_replaced(tmp_path: Path) -> None:
     shutil.copytree(models[0], target)
     engine, found = opens(target), set()
     with replacing(target, models):
-        for _ in range(100):
+        for _ in range(tiers.sized(30, 100)):
             engine = opens(target)
             found.add(engine.generate([1, 2], max_new_tokens=8).tokens[-1])
     assert found == wanted
@@ -241,16 +242,16 @@ def test_weights_are_mapped_as_long_as_the_engine_is_there(bundle: Path) -> None
 
 
 def test_memory_returns_to_the_system_with_the_engine(tiny_bundle: Path, tmp_path: Path) -> None:
-    """Of some 220 MiB the C library kept 150."""
-    large = TinyModel(vocabulary=600_000).write(tmp_path / "large")
+    """The C library would keep twice what is gained here."""
+    large = TinyModel(vocabulary=300_000).write(tmp_path / "large")
     engine = opens(tiny_bundle)
-    gc.collect()
+    gc.collect(1)  # young objects: all take seconds in a process of many tests
     ctypes.CDLL(None).malloc_trim(0)  # that of the tests before, which the engine would take
     before = private_memory(engine)
     engine = opens(large)
     engine.generate([1, 2], max_new_tokens=2)
     gained = private_memory(engine) - before
-    assert gained > 50 << 20
+    assert gained > 25 << 20
     engine = opens(tiny_bundle)
     assert private_memory(engine) - before < gained / 3
 

@@ -209,7 +209,7 @@ def test_a_hook_lives_as_long_as_its_request(threaded: Scheduler) -> None:
 
     threaded.submit(PROMPT, logits_processor=hook, **GREEDY)
     assert entered.wait(SECONDS)
-    gc.collect()
+    gc.collect(0)  # the youngest objects, and below young ones: all take seconds in a process of many tests
     others = [native.ProcessLogits(lambda *_: calls.append(-1) or native.GENERATION_ERROR) for _ in range(500)]
     go.set()
     assert threaded.submit([6, 7], **GREEDY).result().tokens
@@ -219,7 +219,7 @@ def test_a_hook_lives_as_long_as_its_request(threaded: Scheduler) -> None:
     assert others
     ended = weakref.ref(hook)
     del hook
-    gc.collect()
+    gc.collect(1)
     assert ended() is None, "the hook of the request that has ended is dropped"
 
 
@@ -232,7 +232,7 @@ def test_a_stream_keeps_its_engine(tiny_llama: TinyLlama) -> None:
         return stream, sequence, networks
 
     stream, sequence, networks = started()
-    gc.collect()
+    gc.collect(1)
     others = [native.ProcessLogits(lambda *_: native.GENERATION_ERROR) for _ in range(500)]
     assert stream.finish().tokens == tiny_llama.graph(tiny_llama.exact).generate(PROMPT, **GREEDY).tokens
     assert sequence.step(PROMPT).exit_layer

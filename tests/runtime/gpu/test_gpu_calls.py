@@ -96,7 +96,7 @@ STEPS_OF_ONE = [TEXT[:5], *([token] for token in TEXT[5:11]), TEXT, [7], [9]]
 @pytest.mark.parametrize("new", [True, False], ids=["new buffers", "used buffers"])
 def test_steps_of_one_sequence(on_gpu: Any, cudart: FakeCudart, thresholds: list[float], new: bool) -> None:
     engine, _ = on_gpu()
-    gc.collect()
+    gc.collect(1)  # young objects: all take seconds in a process of many tests
     before = cudart.allocated, cudart.objects
     undisturbed = engine.start(thresholds, 4)
     expected = [shown(undisturbed.step(ids, 2)) for ids in STEPS_OF_ONE]
@@ -160,7 +160,7 @@ def test_too_little_memory(graph: Engine, on_gpu: Any, cudart: FakeCudart) -> No
     """Once there is enough it is as if nothing had happened."""
     expected = [exits(one) for one in alone(graph)]
     engine, _ = on_gpu()
-    gc.collect()
+    gc.collect(1)
     cudart.limit = cudart.allocated + (1 << 18)
     with pytest.raises(GenerationError):
         alone(engine)
