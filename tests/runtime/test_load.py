@@ -11,15 +11,14 @@ import pytest
 import tiers
 
 SECONDS = int(os.environ.get("TIDE_LOAD_SECONDS", tiers.sized("2", "12")))
-THREADS = tiers.sized(16, 64)
 MODES = ("full", "exit", "lossless")
 
 
 @pytest.mark.slow
-def test_threads_give_the_tokens_of_a_serial_run_and_memory_stays_flat(demo_bundle: Path) -> None:
+def test_64_threads_give_the_tokens_of_a_serial_run_and_memory_stays_flat(demo_bundle: Path) -> None:
     script = Path(__file__).with_name("load_run.py")
     done = subprocess.run(
-        [sys.executable, script, demo_bundle, str(SECONDS), str(THREADS), os.environ.get("TIDE_SEED", "0")],
+        [sys.executable, script, demo_bundle, str(SECONDS), "64", os.environ.get("TIDE_SEED", "0")],
         env=os.environ | {"PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
