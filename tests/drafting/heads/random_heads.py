@@ -35,17 +35,20 @@ LAYERS = (2, 3, 4)  # 2, N // 2, N - 3
 
 def target(folder: Path, **changes: Any) -> Path:
     """Writes a Llama with random weights, whose tokens are not all alike."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=MLP,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.15,
-        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | changes,
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": MLP,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = LlamaConfig(**sizes | changes)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         LlamaForCausalLM(config).save_pretrained(folder)

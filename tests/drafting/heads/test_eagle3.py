@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+import tiers
 import torch
 from plain_graphs import StepGraph
 from random_heads import (
@@ -139,7 +141,7 @@ def test_the_model_s_embedding_may_come_with_it(source: SourceModel, tmp_path: P
     assert len(read_eagle3(str(head.write(tmp_path / "head")), source).tokens) == 40
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers.exhaustive_but(LAYOUTS[1:3], LAYOUTS))
 def test_the_network_is_the_head_with_rounded_weights(layout: str, source: SourceModel, tmp_path: Path) -> None:
     _, folder, _, _ = make(layout, tmp_path / "head")
     network_equals_step(read_eagle3(str(folder), source), tmp_path / "drafter.onnx")
@@ -148,15 +150,29 @@ def test_the_network_is_the_head_with_rounded_weights(layout: str, source: Sourc
 # --- in a bundle -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["one segment's layers", "a checkpoint between all layers"])
-def bundle(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    """A bundle, and the layers that its head reads after: one of them a checkpoint, one the last."""
-    folder = tmp_path_factory.mktemp("bundles")
+BUNDLES = {  # checkpoints of a model of five layers, and the layers that its head reads after
+    "one segment's layers": ((1, 4), (2, 3, 4)),
+    "a checkpoint between all layers": ((1, 2, 3, 4), (1, 4, 5)),
+}
+
+
+def head_after(*layers: int) -> Eagle3:
     head = Eagle3.random()
-    if request.param == "one segment's layers":
-        return exported(model, head.write(folder / "head"), folder / "made", (1, 5)), LAYERS, head
-    head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}
-    return exported(model, head.write(folder / "head"), folder / "made", (2, 4)), (1, 4, 7), head
+    head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
+    return head
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target(tmp_path_factory.mktemp("models") / "shallow", num_hidden_layers=5)
+
+
+@pytest.fixture(scope="module", params=BUNDLES)
+def bundle(request: pytest.FixtureRequest, shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """A bundle, the layers that its head reads after, and the head."""
+    checkpoints, layers = BUNDLES[request.param]
+    folder, head = tmp_path_factory.mktemp("bundles"), head_after(*layers)
+    return exported(shallow, head.write(folder / "head"), folder / "made", checkpoints), layers, head
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +187,8 @@ def hidden_states(source: SourceModel, ids: list[int], layers: tuple[int, ...]) 
     return torch.cat([raw[layer][0] for layer in layers], -1)
 
 
-def test_final_states_are_the_fused_hidden_states(bundle: tuple[Any, ...], engine: Engine, source: SourceModel) -> None:
-    _, layers, head = bundle
+def test_final_states_are_the_fused_hidden_states(bundle: tuple[Any, ...], engine: Engine, shallow: Path) -> None:
+    source, (_, layers, head) = load_model(str(shallow)), bundle
     ids = prompt(VOCABULARY, 20)
     made = engine.generate(ids, mode="full", max_new_tokens=10, states=True, stop_token_ids=[])
     expected = hidden_states(source, ids + made.tokens[:-1], layers) @ head.weights["fc.weight"].T
@@ -180,9 +196,9 @@ def test_final_states_are_the_fused_hidden_states(bundle: tuple[Any, ...], engin
     np.testing.assert_allclose(made.states, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_zeros_stand_for_states_of_earlier_steps(bundle: tuple[Any, ...], source: SourceModel) -> None:
+def test_zeros_stand_for_states_of_earlier_steps(bundle: tuple[Any, ...], shallow: Path) -> None:
     """Two tokens exit at different checkpoints, the third runs all layers of all three."""
-    path, layers, head = bundle
+    source, (path, layers, head) = load_model(str(shallow)), bundle
     graph, runs = StepGraph(open_bundle(path)), list[dict[str, np.ndarray]]()
     network, checkpoints = graph.network, graph.manifest.checkpoints
 
@@ -191,14 +207,15 @@ def test_zeros_stand_for_states_of_earlier_steps(bundle: tuple[Any, ...], source
         return runs[-1]
 
     graph.network = recorded
-    ids = prompt(VOCABULARY, 8)
+    ids, late, early = prompt(VOCABULARY, 8), [NEVER_EXIT] * len(checkpoints), [NEVER_EXIT] * len(checkpoints)
+    late[-1] = early[0] = 0.0
     graph.step(ids[:5])
-    exits = [graph.step([ids[5]], [NEVER_EXIT, 0.0])[1], graph.step([ids[6]], [0.0, NEVER_EXIT])[1]]
+    exits = [graph.step([ids[5]], late)[1], graph.step([ids[6]], early)[1]]
     graph.step(ids[7:])
-    assert exits == [checkpoints[1], checkpoints[0]]
+    assert exits == [checkpoints[-1], checkpoints[0]]
     hidden = hidden_states(source, ids, layers).reshape(8, 3, 64)
     for at, layer in enumerate(layers):
-        hidden[5, at] *= layer > checkpoints[1]
+        hidden[5, at] *= layer > checkpoints[-1]
         hidden[6, at] *= layer > checkpoints[0]
     expected = hidden.flatten(1) @ head.weights["fc.weight"].T
     final = [outputs[names.FINAL_STATES] for outputs in runs]
@@ -222,11 +239,12 @@ def test_drafts_cost_no_token(engine: Engine, drafter: int, threshold: float) ->
     assert drafts_cost_no_token(engine, drafter=drafter, threshold=threshold) > 20
 
 
+@pytest.mark.parametrize("bundle", tiers.exhaustive_but(["a checkpoint between all layers"], BUNDLES), indirect=True)
 def test_other_modes_are_what_they_are_without_it(
-    bundle: tuple[Any, ...], engine: Engine, model: Path, tmp_path: Path
+    bundle: tuple[Any, ...], engine: Engine, shallow: Path, tmp_path: Path
 ) -> None:
     checkpoints = engine.manifest.checkpoints
-    plain = load(exported(model, None, tmp_path / "plain", checkpoints), provider="cpu", threads=1)
+    plain = load(exported(shallow, None, tmp_path / "plain", checkpoints), provider="cpu", threads=1)
     ids = [prompt(VOCABULARY, length, length) for length in (5, 12, 20)]
     for mode in ({"mode": "full"}, {"mode": "exit", "threshold": 0.5}, {"mode": "lossless", "threshold": 0.5}):
         given = {"max_new_tokens": 20, "stop_token_ids": [], "min_layers": 1} | mode
@@ -239,13 +257,17 @@ def test_other_modes_are_what_they_are_without_it(
             assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
 
 
-@pytest.mark.parametrize("weights", ["int4", "bf16"])
-def test_the_fused_matrix_has_the_bundle_s_precision(weights: str, model: Path, tmp_path: Path) -> None:
-    head = Eagle3.random().write(tmp_path / "head")
-    bundle = exported(model, head, tmp_path / "made", (3,), weights=weights)
+STORED = {"int4": {"blocks": 64 * 192 // 2, "scales": 64 * 192 // 32 * 4}, "bf16": {"bf16": 64 * 192 * 2}}  # bytes
+
+
+@pytest.mark.parametrize("weights", tiers.exhaustive_beyond(1, STORED))
+def test_the_fused_matrix_has_the_bundle_s_precision(weights: str, tmp_path: Path) -> None:
+    model = target(tmp_path / "target", num_hidden_layers=3)
+    head = head_after(1, 2, 3).write(tmp_path / "head")
+    bundle = exported(model, head, tmp_path / "made", (2,), weights=weights)
     assert drafts_cost_no_token(load(bundle, provider="cpu", threads=1)) > 20
-    without = exported(model, None, tmp_path / "plain", (3,), weights=weights, validate=False)
-    sizes = [(path / "model.onnx.data").stat().st_size for path in (bundle, without)]
-    assert 0 < sizes[0] - sizes[1] < 64 * 192 * {"int4": 0.75, "bf16": 2}[weights] + 256
+    tensors = {value.name: value.const_value for value in ir.load(bundle / "model.onnx").graph.initializers.values()}
+    fused = {name: tensor.nbytes for name, tensor in tensors.items() if name.startswith(names.DRAFT_HEAD_FUSION)}
+    assert fused == {f"{names.DRAFT_HEAD_FUSION}.{part}": size for part, size in STORED[weights].items()}
     error = restore(load_model(str(model)), open_bundle(bundle))  # as `validate` does: the head's matrix is no model's
     assert weights == "bf16" or (error is not None and 0 < error < 0.2)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 import transformers as tf
 from random_heads import drafts_cost_no_token, exported, network_equals_step
@@ -160,10 +161,12 @@ def test_a_head_is_what_transformers_runs(model: Path) -> None:
     assert (head.layers, head.fc) == ((), None)
 
 
+@pytest.mark.parametrize("model", tiers.exhaustive_but(["deepseek_v3", "mellum"], FAMILIES), indirect=True)
 def test_the_network_is_the_head_with_rounded_weights(model: Path, tmp_path: Path) -> None:
     network_equals_step(read_mtp(load_model(str(model))), tmp_path / "drafter.onnx")
 
 
+@pytest.mark.parametrize("model", tiers.exhaustive_but(["mellum"], FAMILIES), indirect=True)
 def test_drafts_cost_no_token(model: Path, tmp_path: Path) -> None:
     engine = load(exported(model, model, tmp_path / "made", (1, 2)), provider="cpu", threads=1)
     drafter = engine.manifest.drafter

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from families import build
 from plain_graphs import StepGraph
@@ -23,17 +24,16 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.names import step_graph as names
 from tide_export.pipeline.contents import make_manifest, save_graph
 from tide_export.routers.random_routers import random_routers
-from tide_export.trace.tracer import trace
 
 LAYERS = (2, 1, 3)  # the first two are checkpoints, the last is the depth
 
 
-@pytest.mark.parametrize("family", ["gemma4 (text)", "gpt2"])
-def test_they_are_the_model_s(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", tiers.exhaustive_beyond(1, ["gemma3n (text)", "gemma4 (text)", "gpt2"]))
+def test_they_are_the_model_s(family: str, traces, tmp_path: Path) -> None:
     source = build(family)
     width, length, ids = source.hidden_size, bound(source), prompt(source.vocab_size, 12)
     routers = random_routers(source, CHECKPOINTS, ids, bottleneck=16)
-    pieces = cut(trace(source, CHECKPOINTS, length, every_layer=True), length, LAYERS)
+    pieces = cut(traces(source, CHECKPOINTS, length, every_layer=True), length, LAYERS)
     fc = torch.randn(width, 3 * width, generator=torch.Generator().manual_seed(0)) * (3 * width) ** -0.5
     head = DraftHead("EAGLE-3", "head", nn.Identity(), source.model, np.arange(3), layers=LAYERS, fc=fc)
     fuse = fuse_of(head, quantized=False)
