@@ -6,6 +6,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+import tiers
 import torch
 from families import build
 from tiny_configs import CHECKPOINTS, LAYERS
@@ -19,13 +20,11 @@ from tide_export.cli.main import main
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.names.operators import OP_PAGED_ATTENTION
-from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import load
 from tide_export.runtime.scheduler import SchedulerLimits
-from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.int8_kv import rounded_kv
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full, check_lossless
@@ -37,14 +36,17 @@ NEW_TOKENS = 16
 
 
 # Rotation inside, windows and shared K/V; further families were run by hand.
-@pytest.mark.parametrize(("family", "bits"), [("llama", 32), ("gemma3n (text)", 32), ("llama", 4), ("llama", 8)])
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    tiers.exhaustive_beyond(3, [("llama", 32), ("gemma3n (text)", 32), ("llama", 4), ("llama", 8)]),
+)
 def test_a_graph_equals_the_model_on_rounded_keys(
-    family: str, bits: int, operator_library: Path, traces, tmp_path: Path
+    family: str, bits: int, operator_library: Path, tmp_path: Path
 ) -> None:
     source = build(family)
     if bits < 32:
         quantize_model(source, Quantization("rtn", bits, 32, symmetric=True, accuracy_level=4))
-    pieces = pieces_of(source, CHECKPOINTS, traces=trace if bits < 32 else traces)
+    pieces = pieces_of(source, CHECKPOINTS)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)
     deployed = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, kv_cache=INT8_KV)
     assert deployed.manifest.weights == ("fp32" if bits == 32 else f"int{bits}")
@@ -74,9 +76,8 @@ def test_a_graph_equals_the_model_on_rounded_keys(
 
 
 def test_export_validate_and_inspect(
-    demo_model: Path, demo_bundle: Path, tmp_path: Path, operator_library: Path, traces, monkeypatch, capsys
+    demo_model: Path, demo_bundle: Path, tmp_path: Path, operator_library: Path, capsys
 ) -> None:
-    monkeypatch.setattr(flow, "trace", traces)
     model, bundle = str(demo_model), str(tmp_path / "bundle")
     options = ["--routers", str(demo_bundle / "routers.safetensors"), "--kv-cache", "int8", "--epsilon", "0", "-q"]
     assert main(["export", model, "-o", bundle, *options]) == 0
@@ -110,11 +111,11 @@ def test_what_cannot_hold_int8_is_refused(operator_library: Path, options: dict,
 
 
 @pytest.fixture(scope="module")
-def bundle(operator_library: Path, traces, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(operator_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with K/V in int8."""
     source, folder = build("llama"), tmp_path_factory.mktemp("int8") / "bundle"
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)
-    engine_of(source, routers, folder, pieces_of(source, CHECKPOINTS, traces=traces), batch=True, kv_cache=INT8_KV)
+    engine_of(source, routers, folder, pieces_of(source, CHECKPOINTS), batch=True, kv_cache=INT8_KV)
     return folder
 
 

@@ -142,7 +142,8 @@ def test_sessions_that_follow_each_other_do_not_mix_up_their_weights(operator_li
 
 
 def test_sessions_on_the_same_weights_share_one_copy(operator_library: Path) -> None:
-    blocks = matrix(8192, 4096, 32)
+    packed = np.random.default_rng(0).integers(0, 256, (8192, 128, 16), np.uint8)
+    blocks = Blocks(packed, np.ones((8192, 128), np.float32), None, 4096, 4)
     megabytes = (blocks.packed.nbytes + blocks.scales.nbytes) >> 20
     proto = model(blocks, 4096)
     stored = ir.from_proto(onnx.ModelProto.FromString(proto)).graph.initializers

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from families import build
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.errors import ConfigError
+from tide_export.model.source import load_model
 from tide_export.quantize import gptq
 from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.matrices import find_matrices
@@ -73,15 +75,16 @@ def texts(count: int) -> list[list[int]]:
     return [torch.randint(3, 500, (48,), generator=generator).tolist() for _ in range(count)]
 
 
-def test_gptq_is_nearer_to_the_model_than_rounding_on_text_it_has_not_seen(demo_source, demo_text_ids) -> None:
+def test_gptq_is_nearer_to_the_model_than_rounding_on_text_it_has_not_seen(two_layers: Path, demo_text_ids) -> None:
     """On a trained model: random ones have nothing between their inputs that could make up for an error."""
+    source = load_model(two_layers)
     sequences = [demo_text_ids[start : start + 96] for start in range(0, 960, 96)]
     ids = torch.tensor(sequences[8:])
     with torch.no_grad():
-        wanted = demo_source.model(ids).logits.log_softmax(-1)
+        wanted = source.model(ids).logits.log_softmax(-1)
         distance = []
         for settings in (INT4, GPTQ):
-            made = copy.deepcopy(demo_source)
+            made = copy.deepcopy(source)
             quantize_model(made, settings, sequences[:8])
             got = made.model(ids).logits.log_softmax(-1)
             distance.append(float(torch.nn.functional.kl_div(got, wanted, log_target=True, reduction="batchmean")))

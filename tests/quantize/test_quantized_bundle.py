@@ -23,7 +23,7 @@ def test_export_quantizes_calibrates_and_validate_rebuilds_the_reference(
     text.write_text("\n".join(json.dumps({"text": json.loads(line)["text"][:2000]}) for line in lines[:16]))
     bundle = tmp_path / "bundle"
     arguments = ["--checkpoints", "1", "--min-layers", "1", "--dataset", str(text), "--calibration-samples", "24"]
-    arguments += ["--calibration-length", "64", "--router-epochs", "1"]
+    arguments += ["--calibration-length", "64", "--router-epochs", "1", "--no-report"]
     arguments += ["--weights", "int4", "--quantization", "gptq", "--block-size", "64", "--symmetric", "no"]
     assert main(["export", str(two_layers), "-o", str(bundle), *arguments]) == 0
     said = capsys.readouterr().err

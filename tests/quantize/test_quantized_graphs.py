@@ -5,6 +5,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+import tiers
 import torch
 from families import build
 from tiny_configs import CHECKPOINTS, LAYERS
@@ -24,18 +25,19 @@ from tide_export.verify.quantized import float32_engine, restore
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 24
-# One operator for gate and up, a tied head and biases, Conv1D, scaled embeddings (two of them) and softcaps, experts;
+# One operator for gate and up, a tied head and biases, Conv1D, scaled embeddings (two of them with softcaps), experts;
 # every setting at least once.
 CASES = {
     "llama": Quantization("rtn", 4, 32, True, 4),
     "llama (3.1)": Quantization("rtn", 4, 32, True, 4),
     "gpt2": Quantization("rtn", 8, 16, True, 4),
-    "gemma3n (text)": Quantization("rtn", 4, 128, False, 4),  # blocks longer than the rows
+    "gemma": Quantization("rtn", 4, 128, False, 4),  # blocks longer than the rows
+    "gemma3n (text)": Quantization("rtn", 4, 128, False, 4),
     "qwen3_moe": Quantization("rtn", 4, 32, True, 4),
 }
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", tiers.exhaustive_but(set(CASES) - {"gemma3n (text)"}, CASES))
 def test_a_quantized_graph_equals_the_model_it_stands_for(family: str, operator_library: Path, tmp_path: Path) -> None:
     source = build(family)
     quantize_model(source, CASES[family])
