@@ -21,7 +21,10 @@ from tide_export.runtime.engine import Engine, load
 
 REQUESTS = 60
 THROWS_PER_SECOND = 20
+PATIENCE = 60  # seconds
 WARM_UP = 0.3  # of the time, after which memory is expected to be flat
+MODES = ("full", "exit", "lossless")
+KINDS = [f"{mode}{way}" for mode in MODES for way in ("", " dropped", " lists")] + ["exceptions thrown in"]
 
 
 class Thrown(BaseException):
@@ -60,7 +63,8 @@ class Load:
         self.over = threading.Event()
 
     def run(self, seconds: float, threads: int) -> dict[str, Any]:
-        """Keeps `threads` busy for `seconds`; prints the figures so far to stderr every minute."""
+        """Keeps `threads` busy for `seconds`, and longer until there is one of each kind; prints the figures so far to
+        stderr every minute."""
         before, started = (threading.active_count(), open_files()), time.monotonic()
         self.counts = [Counter() for _ in range(threads)]
         workers = [threading.Thread(target=self._work, args=(number,), daemon=True) for number in range(threads)]
@@ -68,7 +72,7 @@ class Load:
         for worker in workers:
             worker.start()
         printed = 0.0
-        while (now := time.monotonic() - started) < seconds and not self.violations:
+        while not self._is_over(now := time.monotonic() - started, seconds):
             time.sleep(1 / THROWS_PER_SECOND)
             throw_in(draw.choice(workers))
             self.memory.append(resident_mib())
@@ -84,6 +88,10 @@ class Load:
             "more threads after": threading.active_count() - before[0],
             "more open files after": open_files() - before[1],
         }
+
+    def _is_over(self, now: float, seconds: float) -> bool:
+        every = now > seconds + PATIENCE or all(sum(self.counts, Counter())[kind] for kind in KINDS)
+        return bool(self.violations) or (now > seconds and every)
 
     def _figures(self, seconds: float) -> dict[str, Any]:
         flat = self.memory[int(WARM_UP * len(self.memory)) :]
@@ -101,7 +109,7 @@ class Load:
     def _request(self, draw: random.Random, number: int) -> Request:
         """One of each kind in turn, computed alone."""
         vocabulary = self.engine.manifest.model.vocab_size
-        mode = ("full", "exit", "lossless")[number % 3]
+        mode = MODES[number % 3]
         options: dict[str, Any] = {"mode": mode, "max_new_tokens": draw.randint(4, 24)}
         if mode == "exit":
             options |= {"threshold": draw.choice([0.3, 0.5, 0.7, 0.9]), "min_layers": 1}

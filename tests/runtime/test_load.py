@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import tiers
+from load_run import KINDS
 
-SECONDS = int(os.environ.get("TIDE_LOAD_SECONDS", tiers.sized("2", "12")))
-MODES = ("full", "exit", "lossless")
+SECONDS = int(os.environ.get("TIDE_LOAD_SECONDS", tiers.sized("1", "12")))
 
 
-@pytest.mark.slow
-def test_64_threads_give_the_tokens_of_a_serial_run_and_memory_stays_flat(demo_bundle: Path) -> None:
+def test_64_threads_give_the_tokens_of_a_serial_run_and_memory_stays_flat(request: pytest.FixtureRequest) -> None:
+    bundle = request.getfixturevalue("demo_bundle") if tiers.ALL else request.getfixturevalue("tiny_llama").exact
     script = Path(__file__).with_name("load_run.py")
     done = subprocess.run(
-        [sys.executable, script, demo_bundle, str(SECONDS), "64", os.environ.get("TIDE_SEED", "0")],
+        [sys.executable, script, bundle, str(SECONDS), "64", os.environ.get("TIDE_SEED", "0")],
         env=os.environ | {"PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -26,8 +26,6 @@ def test_64_threads_give_the_tokens_of_a_serial_run_and_memory_stays_flat(demo_b
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["violations"] == []
-    for kind in (*MODES, *(f"{mode} dropped" for mode in MODES), *(f"{mode} lists" for mode in MODES)):
-        assert found[kind] > 0, found
-    assert found["exceptions thrown in"] > 0
+    assert all(found.get(kind, 0) > 0 for kind in KINDS), found
     assert (found["stuck threads"], found["more threads after"], found["more open files after"]) == (0, 0, 0)
     assert found["MiB at the end"] < 1.25 * found["MiB after warm-up"] + 16, found
