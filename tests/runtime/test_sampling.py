@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 from distribution import deviation, probabilities
 
 from tide_export.errors import GenerationError
@@ -113,7 +114,7 @@ def test_a_nucleus_of_many_tokens_is_whole(top_p: float, scale: float) -> None:
 )
 def test_a_draw_is_the_largest_logit_with_its_noise(options: dict[str, Any]) -> None:
     random, options = np.random.default_rng(0), {"temperature": 1.0} | options
-    for case in range(300):
+    for case in range(tiers.sized(60, 300)):
         logits = (random.standard_normal(random.integers(1, 300)) * random.choice([1, 4, 20])).astype(np.float32)
         if case % 3 == 0:
             logits = np.round(logits)  # full of ties
@@ -141,13 +142,16 @@ def drawn(logits: np.ndarray, draws: int, **options: Any) -> Counter[tuple[int]]
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 1.5, "top_p": 0.8},
-        {"temperature": 1.0, "min_p": 0.3},
-        {"temperature": 2.0, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
-    ],
+    tiers.exhaustive_beyond(
+        2,
+        [
+            {"temperature": 1.0},
+            {"temperature": 2.0, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
+            {"temperature": 0.7, "top_k": 5},
+            {"temperature": 1.5, "top_p": 0.8},
+            {"temperature": 1.0, "min_p": 0.3},
+        ],
+    ),
     ids=str,
 )
 def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
@@ -173,16 +177,15 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution() -> None:
 
 def test_draws_at_neighbouring_positions_and_of_neighbouring_seeds_are_independent() -> None:
     """Pairs of tokens, each of which is drawn from a quarter."""
-    pairs, draws = dict[str, Counter[tuple[int, int]]](), 30_000
-    for name, other in (("positions", {"position": 1, "seed": 7}), ("seeds", {"position": 0, "seed": 8})):
-        counts = Counter[tuple[int, int]]()
-        for position in range(0, 2 * draws, 2):
-            one = sample(np.zeros(4), position, temperature=1.0, seed=7)
-            counts[one, sample(np.zeros(4), position + other["position"], temperature=1.0, seed=other["seed"])] += 1
-        pairs[name] = counts
+    draws = tiers.sized(16_000, 60_000)
+    one, other = ([sample(np.zeros(4), at, temperature=1.0, seed=seed) for at in range(draws)] for seed in (7, 8))
+    pairs = {
+        "positions": Counter(zip(one[::2], one[1::2], strict=True)),
+        "seeds": Counter(zip(one, other, strict=True)),
+    }
     expected = {(a, b): 1 / 16 for a in range(4) for b in range(4)}
     for name, counts in pairs.items():
-        assert abs(deviation(counts, expected, draws)) < 5, name
+        assert abs(deviation(counts, expected, counts.total())) < 5, name
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:
