@@ -248,9 +248,10 @@ class Player:
         self.check()
 
 
-def play(player: Player, count: int, *required: str) -> None:
-    """Plays `count` random scripts, and requires that each of some things has happened."""
-    run_state_machine_as_test(lambda: StepMachine(player), settings=cases(count, stateful_step_count=30))
+def play(player: Player, usual: int, exhaustive: int, *required: str) -> None:
+    """Plays so many random scripts in `make test` and `make test-all`, and requires that each of some things happens."""
+    drawn = cases(usual, exhaustive, stateful_step_count=30)
+    run_state_machine_as_test(lambda: StepMachine(player), settings=drawn)
     missing = [what for what in required if not player.seen[what]]
     assert not missing, player.seen
 

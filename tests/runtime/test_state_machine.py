@@ -41,13 +41,13 @@ def batched(engine: Engine, networks: CallersNetworks | None = None) -> Batched:
 def test_sequences(judge: Judge, exact: dict[str, tuple[Engine, CallersNetworks | None]]) -> None:
     context = exact["graph"][0].manifest.model.context_length
     engines = {name: singles(*one) for name, one in exact.items()}
-    play(Player(judge, engines, context, pending_limit=PENDING_LIMIT), 40, *ALWAYS, *EXACT)
+    play(Player(judge, engines, context, pending_limit=PENDING_LIMIT), 15, 40, *ALWAYS, *EXACT)
 
 
 def test_batches(judge: Judge, exact: dict[str, tuple[Engine, CallersNetworks | None]]) -> None:
     context = exact["graph"][0].manifest.model.context_length
     engines = {name: batched(*one) for name, one in exact.items()}
-    play(Player(judge, engines, context, batched=True, pending_limit=PENDING_LIMIT), 40, *ALWAYS, *EXACT)
+    play(Player(judge, engines, context, batched=True, pending_limit=PENDING_LIMIT), 15, 40, *ALWAYS, *EXACT)
 
 
 PROPAGATING = [name for name in ALWAYS if name != "failed"]  # of the graph alone, which nothing lets fail
@@ -56,11 +56,11 @@ PROPAGATING = [name for name in ALWAYS if name != "failed"]  # of the graph alon
 def test_propagated_sequences(judge: Judge, tiny_llama: TinyLlama) -> None:
     graph = tiny_llama.graph(tiny_llama.propagating)
     player = Player(judge, {"graph": singles(graph)}, graph.manifest.model.context_length, propagates=True)
-    play(player, 20, *PROPAGATING)
+    play(player, 10, 20, *PROPAGATING)
 
 
 def test_propagated_batches(judge: Judge, tiny_llama: TinyLlama) -> None:
     graph = tiny_llama.graph(tiny_llama.propagating)
     context = graph.manifest.model.context_length
     player = Player(judge, {"graph": batched(graph)}, context, batched=True, propagates=True)
-    play(player, 20, *PROPAGATING)
+    play(player, 10, 20, *PROPAGATING)
