@@ -7,6 +7,7 @@ OUT ?= out/demo
 # Each worker has half of the files, and takes from the other what is left: what a file makes once is made once.
 PYTEST_OPTIONS ?= -n 2 --dist worksteal
 
+COVERED := out/coverage
 BIN := $(VENV)/bin
 # Python compiles what is imported, and keeps it (whatever the environment says): each of the many processes that import
 # torch would compile it anew, for seconds. pip would compile ten times as much, for minutes.
@@ -15,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := $(shell grep '^nvidia-pytriton==' constraints.txt)
 
-.PHONY: demo test test-all lint docs wheels format clean
+.PHONY: demo test test-all coverage lint docs wheels format clean
 
 demo: $(VENV)/.runs
 	PATH="$(abspath $(BIN)):$$PATH" sh demo/run.sh $(OUT)
@@ -26,6 +27,17 @@ test: $(VENV)/.tests
 # Whatever is exhaustive too: before a release, and after a change of tide_export/trace, cpp/ops or plugins.
 test-all: $(VENV)/.tests
 	TIDE_TEST_ALL=1 OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
+
+# What the tests of `make test` run of each folder, Python and C++: in a clone of the last commit whose library counts (GCC)
+# and which has no traces yet. tools/checks/coverage_table.py $(COVERED) prints the table once more.
+coverage: $(VENV)/.tests
+	rm -rf $(COVERED)
+	git clone -q . $(COVERED)
+	ln -s $(abspath $(VENV)) $(COVERED)/.venv
+	cd $(COVERED) && TIDE_CXXFLAGS="--coverage -O1 -fprofile-update=atomic" .venv/bin/python setup.py -q build_ext --inplace
+	cd $(COVERED) && export PYTHONPATH=$(abspath $(COVERED)) TIDE_TEST_STORE= OMP_NUM_THREADS=1; \
+		.venv/bin/pytest $(PYTEST_OPTIONS) --cov --cov-report=json; failed=$$?; \
+		.venv/bin/python tools/checks/coverage_table.py . && exit $$failed
 
 lint: $(VENV)/.tests
 	$(BIN)/ruff check .
