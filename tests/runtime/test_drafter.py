@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 from drafters import ROWS, drafting_copy, random_drafter, with_drafter
 from tiny_model import WIDTH, TinyModel
 
@@ -49,7 +50,7 @@ def both(engine: Engine, prompt: list[int], **options: Any) -> tuple[list[int], 
 @pytest.mark.parametrize("lookup", [0, 4])
 def test_the_tokens_are_those_of_full(engine: Engine, temperature: float, drafter: int, lookup: int) -> None:
     drafted = accepted = 0
-    for seed in range(20):
+    for seed in range(tiers.sized(8, 20)):
         _, made = both(
             engine,
             [1, 4, 2][: 1 + seed % 3],
@@ -72,7 +73,7 @@ def test_the_tokens_are_those_of_full(engine: Engine, temperature: float, drafte
 def test_coupled_draws_agree_more_often_than_independent_ones(engine: Engine) -> None:
     """A drafter that knows nothing, at a temperature that makes all tokens about equally likely."""
     drafted = accepted = 0
-    for seed in range(60):
+    for seed in range(tiers.sized(20, 60)):
         _, made = both(engine, [1, 2], temperature=20.0, seed=seed, max_new_tokens=60, stop_token_ids=[], drafter=1)
         drafted, accepted = drafted + made.stats.learned_drafted, accepted + made.stats.learned_accepted
     assert drafted > 300
@@ -108,7 +109,7 @@ def test_it_is_for_lossless_mode_alone(engine: Engine) -> None:
     ],
 )
 def test_whatever_changes_logits_changes_drafts_too(engine: Engine, options: dict[str, Any]) -> None:
-    for seed in range(12):
+    for seed in range(tiers.sized(5, 12)):
         tokens, made = both(engine, [3, 1], temperature=0.8, seed=seed, max_new_tokens=30, stop_token_ids=[], **options)
         assert len(tokens) == 30
         if "logprobs" in options:
@@ -241,7 +242,7 @@ def demo(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", tiers.exhaustive_beyond(1, [0.9, 0.0]))
 def test_lists_and_schedulers_give_the_tokens_of_full(
     demo: Path, demo_text_ids: list[int], temperature: float, provider: str
 ) -> None:
@@ -283,7 +284,7 @@ def test_what_a_step_costs_with_others_in_it_decides(demo: Path, demo_text_ids: 
     assert drafted[8] <= 3
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", tiers.exhaustive_beyond(1, [0.9, 0.0]))
 def test_segment_networks_give_final_states_and_draft_as_the_graph(
     demo: Path, demo_text_ids: list[int], temperature: float
 ) -> None:
@@ -308,7 +309,7 @@ def test_exits_draft_beside_the_drafter_on_segment_networks(demo: Path, demo_tex
     engine = load(demo, provider="cpu-networks", threads=1)
     low = Drafting((0.05,) * 3, 4, 6, (0.2,) * 3, (0.0,) * 5, {}, 3, 0.3)
     tuned, counts = engine.drafting_as(low), np.zeros(2, int)
-    for seed in range(4):
+    for seed in range(tiers.sized(2, 4)):
         options: dict[str, Any] = {"temperature": 0.7, "seed": seed, "max_new_tokens": 50, "stop_token_ids": []}
         full = engine.generate(demo_text_ids[:9], mode="full", **options)
         made = tuned.generate(demo_text_ids[:9], mode="lossless", **options)

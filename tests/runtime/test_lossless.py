@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 from distribution import deviation, joint
 from tiny_model import TinyModel
 
@@ -150,8 +151,10 @@ def test_a_stream_can_be_left_at_any_token(tiny: TinyModel, tiny_engine: Engine)
 PROMPT, LENGTH = [1, 4, 2, 1], 3
 
 
-@pytest.mark.parametrize("lookup", [0, 8])
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (1.5, 0.8)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "lookup"),
+    tiers.exhaustive_beyond(2, [(1.5, 0.8, 0), (1.0, 1.0, 8), (1.0, 1.0, 0), (1.5, 0.8, 8)]),
+)
 def test_sampled_tokens_are_distributed_as_the_full_model_s(
     small_engine: Engine, temperature: float, top_p: float, lookup: int
 ) -> None:

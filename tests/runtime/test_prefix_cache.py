@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tiers
 from families import build
 from judge import TEXT
 from tiny_configs import CHECKPOINTS
-from tiny_engines import TinyLlama, engine_of, pieces_of
+from tiny_engines import TinyLlama, engine_of
 
 from tide_export.errors import GenerationError
 from tide_export.routers.random_routers import random_routers
@@ -25,7 +26,8 @@ FULL: dict[str, Any] = {"mode": "full", "max_new_tokens": 4, "stop_token_ids": [
 
 
 HYBRIDS = ["qwen3_5 (text)", "lfm2", "mamba"]  # which can take back 32, 32 and 8 tokens; the last has no K/V
-of_hybrids = pytest.mark.parametrize("made", HYBRIDS, indirect=True, scope="module")
+USUAL = ["exact", "propagating", "qwen3_5 (text)", "mamba"]
+of_hybrids = pytest.mark.parametrize("made", tiers.exhaustive_but(USUAL[2:], HYBRIDS), indirect=True, scope="module")
 
 
 class Made(NamedTuple):
@@ -35,21 +37,18 @@ class Made(NamedTuple):
     mixed: list[float]
 
 
-def made_of(kind: str, tiny_llama: TinyLlama, folder: Path, traces: Any) -> Made:
+def made_of(kind: str, tiny_llama: TinyLlama, folder: Path) -> Made:
     if kind not in HYBRIDS:
         mixed = dividing_thresholds(tiny_llama.source, tiny_llama.routers, TEXT)
         return Made(tiny_llama.graph(getattr(tiny_llama, kind)), mixed)
     source = build(kind)
     routers = random_routers(source, CHECKPOINTS, TEXT, bottleneck=16)
-    pieces = pieces_of(source, CHECKPOINTS, traces=traces)
-    return Made(engine_of(source, routers, folder, pieces, batch=True), dividing_thresholds(source, routers, TEXT))
+    return Made(engine_of(source, routers, folder, batch=True), dividing_thresholds(source, routers, TEXT))
 
 
-@pytest.fixture(scope="module", params=["exact", "propagating", *HYBRIDS])
-def made(
-    request: pytest.FixtureRequest, tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory, traces
-) -> Made:
-    return made_of(request.param, tiny_llama, tmp_path_factory.mktemp("prefixes") / "bundle", traces)
+@pytest.fixture(scope="module", params=tiers.exhaustive_but(USUAL, ["exact", "propagating", *HYBRIDS]))
+def made(request: pytest.FixtureRequest, tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made_of(request.param, tiny_llama, tmp_path_factory.mktemp("prefixes") / "bundle")
 
 
 @pytest.fixture(scope="module")

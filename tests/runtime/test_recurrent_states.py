@@ -5,9 +5,10 @@ from random import Random
 
 import numpy as np
 import pytest
+import tiers
 from families import build
 from tiny_configs import CHECKPOINTS
-from tiny_engines import engine_of, pieces_of
+from tiny_engines import engine_of
 
 from tide_export.bundle.manifest import INT8_KV
 from tide_export.calibration.config import TideConfig
@@ -29,7 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     source = build(FAMILY)
     routers = random_routers(source, CHECKPOINTS, TEXT[:40], bottleneck=16)
     folder = tmp_path_factory.mktemp("recurrent") / "bundle"
-    return engine_of(source, routers, folder, pieces_of(source, CHECKPOINTS), batch=True, kv_cache=INT8_KV)
+    return engine_of(source, routers, folder, batch=True, kv_cache=INT8_KV)
 
 
 def logits_after(engine: Engine, ids: list[int]) -> np.ndarray:
@@ -92,12 +93,13 @@ def test_a_server_caches_prefixes(engine: Engine) -> None:
         assert handle.cached_tokens == cached
 
 
-def test_layers_in_four_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", tiers.exhaustive_beyond(1, ["lfm2", FAMILY]))
+def test_layers_in_four_bits(family: str, tmp_path: Path) -> None:
     """The export compares the graph with the model of those weights; lossless is full depth, alone and in lists.
 
     Activations are floats: where they have 8 bits too, this random model makes each rounding many times larger.
     """
-    source = build(FAMILY)
+    source = build(family)
     source.model.save_pretrained(tmp_path / "model")
     routers = random_routers(source, CHECKPOINTS, TEXT[:40], bottleneck=16)
     routers.save(tmp_path / "routers.safetensors")

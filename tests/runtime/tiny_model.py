@@ -6,6 +6,7 @@ place; `TinyModel.reference` runs every layer over the whole sequence and picks 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +57,15 @@ class TinyModel:
             made[f"router{k}"] = draw(WIDTH, 1, scale=0.5)
         return made
 
+    @cached_property
+    def _weights(self) -> dict[str, np.ndarray]:
+        return self.weights()
+
     # --- the judge ---------------------------------------------------------------------------------------------
 
     def reference(self, ids: list[int], thresholds: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Logits [S, V] after each position's earliest exit, exit layers [S], all scores [S, K-1]."""
-        w = self.weights()
+        w = self._weights
         x = w["embed"][ids]
         causal = np.tril(np.ones((len(ids), len(ids)), bool))
         state = np.empty_like(x)
@@ -86,12 +91,17 @@ class TinyModel:
 
     def reference_greedy(self, prompt: list[int], thresholds: list[float], count: int) -> tuple[list[int], list[int]]:
         """`count` greedy tokens after `prompt` and the exit layer of each, one full reference run per token."""
-        ids, exits = list(prompt), []
-        for _ in range(count):
+        ids, exits = self._greedy.setdefault((*prompt, None, *thresholds), (list(prompt), list[int]()))
+        for _ in range(count - len(exits)):
             logits, exit_layers, _ = self.reference(ids, thresholds)
             ids.append(int(logits[-1].argmax()))
             exits.append(int(exit_layers[-1]))
-        return ids[len(prompt) :], exits
+        return ids[len(prompt) : len(prompt) + count], exits[:count]
+
+    @cached_property
+    def _greedy(self) -> dict[tuple[float | None, ...], tuple[list[int], list[int]]]:
+        """What was found so far, by prompt and thresholds."""
+        return {}
 
     # --- the graph ---------------------------------------------------------------------------------------------
 
