@@ -16,12 +16,12 @@ from tide_export.runtime.engine import load
 
 
 def test_a_drafter_is_trained_written_and_used(
-    demo_model: Path, demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo_model: Path, demo_bundle: Path, tmp_path: Path, few_drafts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = tmp_path / "b"
     shutil.copytree(demo_bundle, bundle)
     before = open_bundle(bundle).manifest
-    command = ["draft", str(demo_model), str(bundle), "--minutes", "0.15", "--max-new-tokens", "24", "-q", "--json"]
+    command = ["draft", str(demo_model), str(bundle), "--minutes", "0.02", "--max-new-tokens", "24", "-q", "--json"]
     assert main(command) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["tokens"] > 100

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import report_data
+from quick import unpictured  # noqa: F401
 from report_reader import Page, read
 
 from tide_export.report.write import write_report
@@ -24,10 +25,3 @@ def written(assessment, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def page(written) -> Page:
     return read(written)
-
-
-@pytest.fixture
-def unpictured(monkeypatch):
-    """The page's text is what is tested: its pictures, which take seconds, are not drawn."""
-    monkeypatch.setattr("tide_export.report.plots.pngs", lambda _, *themes: [b""] * len(themes))
-    monkeypatch.setattr("tide_export.report.plots.overview", lambda *_: b"")

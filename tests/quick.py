@@ -1,0 +1,24 @@
+"""Fixtures that omit what takes seconds and has tests of its own; a folder's conftest imports those that it wants."""
+
+from functools import partial
+
+import pytest
+
+from tide_export.tuning.replay import step_costs
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def unpictured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are written without their pictures, which take seconds: tests/report draws them."""
+    monkeypatch.setattr("tide_export.report.plots.pngs", lambda _, *themes: [PNG] * len(themes))
+    monkeypatch.setattr("tide_export.report.write.overview", lambda *_: PNG)
+
+
+@pytest.fixture
+def few_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`draft` reads few of its own prompts, and measures on two of them, a few steps."""
+    monkeypatch.setattr("tide_export.drafting.prompts.MAX_PROMPTS", 300)
+    monkeypatch.setattr("tide_export.drafting.flow.MEASURED_PROMPTS", 2)
+    monkeypatch.setattr("tide_export.tuning.drafter.step_costs", partial(step_costs, rounds=3))
