@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 from caller_networks import CallersNetworks, Run
 from fake_cudart import FakeCudart
 from generations import NEW_TOKENS, PROMPTS, alone, exits, together
@@ -48,7 +49,7 @@ class Rounded:
             tensors[names.CANDIDATE_LOGITS][...] = np.take_along_axis(logits, order, 1)
 
 
-@pytest.mark.parametrize("steps", [2.0, 30.0])
+@pytest.mark.parametrize("steps", tiers.exhaustive_beyond(1, [2.0, 30.0]))
 @pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
 def test_tokens_are_those_of_all_logits(
     callers: tuple[Engine, CallersNetworks], thresholds: list[float], mode: str, steps: float

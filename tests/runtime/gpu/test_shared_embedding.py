@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 from caller_networks import Queued, callers_engine
 from drafters import drafting_copy
 from fake_cudart import FakeCudart
@@ -51,7 +52,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
     return given
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["mode"])
+@pytest.mark.parametrize("options", tiers.exhaustive_but(OPTIONS[1:], OPTIONS), ids=lambda options: options["mode"])
 def test_a_tied_head_gives_the_graph_s_tokens(
     demo: Engine, demo_bundle: Path, device: FakeCudart | None, options: dict[str, Any]
 ) -> None:
