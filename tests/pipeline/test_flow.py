@@ -45,17 +45,17 @@ def test_the_flow_fits_on_a_page() -> None:
     assert len(Path(pipeline.__file__).read_text().splitlines()) < 100
 
 
-def test_weights_of_another_precision_are_refused(tmp_path: Path, demo_model: Path) -> None:
+def test_weights_of_another_precision_are_refused(tmp_path: Path, small_model: Path) -> None:
     with pytest.raises(ConfigError, match="int2"):
-        pipeline.export(str(demo_model), tmp_path / "out", weights="int2")
+        pipeline.export(str(small_model), tmp_path / "out", weights="int2")
 
 
 @pytest.mark.parametrize("max_length", [1, 1025])
 def test_a_length_beyond_the_context_is_refused(
-    tmp_path: Path, demo_model: Path, routers: Path, max_length: int
+    tmp_path: Path, small_model: Path, routers: Path, max_length: int
 ) -> None:
     with pytest.raises(ConfigError, match=r"2\.\.1024"):
-        pipeline.export(str(demo_model), tmp_path / "out", routers=routers, config=CONFIG, max_length=max_length)
+        pipeline.export(str(small_model), tmp_path / "out", routers=routers, config=CONFIG, max_length=max_length)
     assert not list(tmp_path.iterdir()) or all(entry.name.endswith(".lock") for entry in tmp_path.iterdir())
 
 
@@ -90,20 +90,20 @@ def test_nan_in_a_weight_is_named(tmp_path: Path, demo_source, routers: Path) ->
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda: RouterSet({14: Router(128, 4)}), "deeper model"),
+        (lambda: RouterSet({14: Router(32, 4)}), "deeper model"),
         (lambda: RouterSet({3: Router(64, 4)}), "hidden size 64"),
-        (lambda: RouterSet({3: Router(128, 4)}, {"weights_sha256": "0" * 64}), "calibrate again"),
+        (lambda: RouterSet({3: Router(32, 4)}, {"weights_sha256": "0" * 64}), "calibrate again"),
     ],
 )
-def test_routers_of_another_model_are_refused(tmp_path: Path, demo_model: Path, made, says: str) -> None:
+def test_routers_of_another_model_are_refused(tmp_path: Path, small_model: Path, made, says: str) -> None:
     made().save(tmp_path / "r.safetensors")
     with pytest.raises(RouterFileError, match=says):
-        pipeline.export(str(demo_model), tmp_path / "out", routers=tmp_path / "r.safetensors", config=CONFIG)
+        pipeline.export(str(small_model), tmp_path / "out", routers=tmp_path / "r.safetensors", config=CONFIG)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_graph_that_differs_from_the_model_is_not_put_in_place(
-    tmp_path: Path, demo_model: Path, routers: Path, traces, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, demo_model: Path, routers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = pipeline.compose
 
@@ -115,18 +115,14 @@ def test_a_graph_that_differs_from_the_model_is_not_put_in_place(
         norm.const_value = ir.tensor(norm.const_value.numpy() * np.float32(1.5), name=norm.name)
         return model
 
-    monkeypatch.setattr(pipeline, "trace", traces)
     monkeypatch.setattr(pipeline, "compose", wrong)
     with pytest.raises(GraphError, match="does not equal the model"):
         pipeline.export(str(demo_model), tmp_path / "out", routers=routers, config=CONFIG)
     assert not (tmp_path / "out").exists()
 
 
-def test_tides_own_router_file_exports_and_follows_the_oracle(
-    tmp_path: Path, demo_model: Path, demo_text_ids, traces, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tides_own_router_file_exports_and_follows_the_oracle(tmp_path: Path, demo_model: Path, demo_text_ids) -> None:
     """TIDE's routers read neither a shortlist nor have they a bias; where they stand is what is exported."""
-    monkeypatch.setattr(pipeline, "trace", traces)
     source = load_model(str(demo_model))
     spread = random_routers(source, (3, 6, 9), demo_text_ids[:64], shortlist=0)
     for router in spread.routers.values():
