@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiers
 
 sys.path.append(str(Path(__file__).parents[1] / "plugins"))
 
 import tensorrt_uses
-from real_tensorrt import VERSIONS, RealTensorRT, real_tensorrt_in
+from real_tensorrt import VERSIONS, RealTensorRT, real_tensorrt
 
 from tide_export.bundle.network_spec import TENSORRT_TYPES
 from tide_export.runtime.tensorrt.gpu import compute_capability
@@ -55,9 +56,9 @@ SOME = {
 }
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
-def tensorrt(request: pytest.FixtureRequest, shared: Path) -> RealTensorRT:
-    return real_tensorrt_in(shared / "real-tensorrt", request.param)
+@pytest.fixture(scope="module", params=tiers.exhaustive_beyond(1, VERSIONS))
+def tensorrt(request: pytest.FixtureRequest) -> RealTensorRT:
+    return real_tensorrt(request.param)
 
 
 def test_all_that_is_used_of_tensorrt_is_there(tensorrt: RealTensorRT):

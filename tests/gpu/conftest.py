@@ -24,7 +24,7 @@ def no_gpu() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def kernels_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kernels_library() -> Path:
     reason = no_gpu()
     if reason is not None:
         pytest.skip(reason)
@@ -33,8 +33,7 @@ def kernels_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(given)
     if shutil.which("nvcc") is None or shutil.which("cmake") is None:
         pytest.skip("there is no nvcc or no cmake; TIDE_KERNELS_LIBRARY may name a library that was built elsewhere")
-    folder = Path(os.environ.get("TIDE_NATIVE_BUILDS") or tmp_path_factory.mktemp("native"))
-    return Builds(folder).make("plugins", "tide_kernels") / "plugins" / "libtide_kernels.so"
+    return Builds().kernels() / "libtide_kernels.so"
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,16 @@ a phase or a stage says which it is before the barrier at its end (`fibres/inclu
 
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from native_builds import ROOT
+from native_builds import ROOT, Builds
 
 FIBRES = Path(__file__).parent / "fibres"
+CAPI = ROOT / "plugins" / "capi" / "tide_kernels.cpp"
+COMPILER = ("g++", "-std=c++17", "-g1", "-fPIC", "-DTIDE_EMULATED", "-Wall", "-Wextra", "-Werror")
+COMPILER += ("-Wno-unknown-pragmas", "-Wno-unused-parameter", f"-I{FIBRES}/include", f"-I{FIBRES}")
 WAITS = r"[Ss]ync|[Bb]arrier|[Ff]ence|[Aa]rrive|[Ww]ait|__shfl|[Aa]tomic"
 STATEMENT = re.compile(rf"^\s*(?!//)[^;{{}}/]*\b\w*(?:{WAITS})\w*\([^;{{}}]*\);$")
 END = re.compile(r"\b(\w+)\.(phase|stage)\(")  # of a phase, of a stage
@@ -66,33 +70,63 @@ def unknown() -> list[str]:
     return [line for line in code if OTHER.search(line) and not STATEMENT.match(line)]
 
 
-def build(folder: Path, architecture: int) -> Path:
+def build(builds: Builds, architecture: int) -> Path:
     """Compiles the kernel with its barriers marked; returns the library."""
-    found: list[Barrier] = []
-    for path in sources():
-        target = folder / path.relative_to(ROOT / "plugins")
-        marked = mark(found, path)
-        if path.name != "device.cuh":  # the fibres have their own
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(marked)
-    library = folder / f"libtide_kernels_sm{architecture}.so"
-    compile_observed(folder / "tide_exit" / "kernel.cu", library, architecture, f"-I{folder}")
-    return library
+
+    def compile_marked(folder: Path) -> None:
+        found: list[Barrier] = []
+        for path in sources():
+            target = folder / path.relative_to(ROOT / "plugins")
+            marked = mark(found, path)
+            if path.name != "device.cuh":  # the fibres have their own
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(marked)
+        library = folder / "libtide_kernels.so"
+        compile_observed(folder / "tide_exit" / "kernel.cu", library, observers(builds), architecture, f"-I{folder}")
+
+    return builds.once(f"barriers-{architecture}", made_of(), compile_marked) / "libtide_kernels.so"
 
 
-def compile_observed(source: Path, library: Path, architecture: int, option: str) -> None:
+def build_faulty(builds: Builds) -> Path:
+    """Compiles `fibres/faulty.cu`, with fibres that change as on other processors."""
+
+    def compile_faulty(folder: Path) -> None:
+        fibres = folder / "fibres.o"
+        run([*COMPILER, "-DFIBRES_UCONTEXT", "-D__CUDA_ARCH__=0", "-O2", "-c", FIBRES / "fibres.cpp", "-o", fibres])
+        others = [one for one in observers(builds) if one.name != fibres.name]
+        compile_observed(FIBRES / "faulty.cu", folder / "libfaulty.so", [fibres, *others], 90)
+
+    return builds.once("faulty", made_of(), compile_faulty) / "libfaulty.so"
+
+
+def made_of() -> list[Path]:
+    """All that the libraries are made of."""
+    own = sorted(path for path in FIBRES.rglob("*") if path.is_file())
+    return [*sources(), *sorted((ROOT / "plugins").rglob("*.h")), CAPI, *own, Path(__file__)]
+
+
+def observers(builds: Builds) -> list[Path]:
+    """The object files that run fibres and see what they read and write, of no architecture.
+
+    In the order in which they are to be linked: the variables of fibres.cpp are initialized before the others ask.
+    """
+
+    def compile_them(folder: Path) -> None:
+        for source in [*FIBRES.glob("*.cpp"), CAPI]:
+            command = [*COMPILER, "-D__CUDA_ARCH__=0", f"-I{ROOT}/plugins", "-O2", "-c", source]
+            run([*command, "-o", folder / f"{source.stem}.o"])
+
+    return sorted(builds.once("observers", made_of(), compile_them).glob("*.o"))
+
+
+def compile_observed(source: Path, library: Path, others: list[Path], architecture: int, *options: str) -> None:
     """Compiles kernels for the fibres, with every access to memory observed (`fibres/races.cpp`)."""
-    options = f"-std=c++17 -g1 -fPIC -DTIDE_EMULATED -D__CUDA_ARCH__={architecture}0 -Wall -Wextra -Werror".split()
-    options += ["-Wno-unknown-pragmas", "-Wno-unused-parameter", f"-I{FIBRES}/include", f"-I{FIBRES}", option]
-    common = ["g++", *options, f"-I{ROOT}/plugins"]
     kernel = library.with_suffix(".o")
-    observed = ["-O1", "-fno-exceptions", "-fsanitize=thread", "-x", "c++", "-c", str(source), "-o", str(kernel)]
-    run([*common, *observed])
-    others = [*sorted(FIBRES.glob("*.cpp")), ROOT / "plugins" / "capi" / "tide_kernels.cpp"]
-    run([*common, "-O2", "-shared", *map(str, others), str(kernel), "-o", str(library)])
+    given = [*COMPILER, f"-D__CUDA_ARCH__={architecture}0", *options, f"-I{ROOT}/plugins", "-Og", "-fno-exceptions"]
+    run([*given, "-fsanitize=thread", "-x", "c++", "-c", source, "-o", kernel])
+    run(["g++", "-shared", kernel, *others, "-o", library])
 
 
-def run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: Sequence[object]) -> None:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

@@ -5,7 +5,6 @@ no builder, and of the whole Python package, which asks for nine functions of th
 lean one has three of these. A library with the six others, which give null, stands in for what is missing.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from native_builds import ROOT
+from native_builds import ROOT, Builds
 
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 # The version that all is written for, and the newest that the index lists and pyproject.toml accepts.
@@ -53,18 +52,10 @@ class RealTensorRT:
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
-def real_tensorrt_in(folder: Path, version: str) -> RealTensorRT:
-    """Puts it together, once for all tests that name this folder; skips where its wheels or a C compiler are absent."""
-    made = folder / f"tensorrt-{version}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"tensorrt-{version}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            part = folder / f"tensorrt-{version}.part"
-            shutil.rmtree(part, ignore_errors=True)
-            _put_together(part, version)
-            part.rename(made)
-    return RealTensorRT(version, made)
+def real_tensorrt(version: str) -> RealTensorRT:
+    """Puts it together, once for all tests; skips where its wheels or a C compiler are absent."""
+    folder = Builds().once(f"tensorrt-{version}", [Path(__file__)], lambda folder: _put_together(folder, version))
+    return RealTensorRT(version, folder)
 
 
 def _put_together(folder: Path, version: str) -> None:

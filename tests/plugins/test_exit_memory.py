@@ -1,7 +1,7 @@
 """The shared memory that `engines.exit_memory` says the kernel needs is what the kernel asks for.
 
-The kernel's own launch, compiled by nvcc, runs on a CUDA runtime that starts nothing (described_gpu.cpp): it is told
-what GPU it is, refuses what that would refuse and keeps what is launched.
+The kernel's own launch, as nvcc compiled it for the library, runs on a CUDA runtime that starts nothing
+(described_gpu.cpp): it is told what GPU it is, refuses what that would refuse and keeps what is launched.
 """
 
 import ctypes
@@ -14,23 +14,10 @@ from pathlib import Path
 
 import pytest
 from kernel_runner import tk
-from native_builds import ROOT, need
+from native_builds import cuda_headers, need
 
 from tide_export.engines.exit_memory import LIMITS, ExitSizes, needed, shared_bytes
 
-OPTIONS = (
-    "-std=c++17",
-    "-arch=sm_90",
-    "-Xcicc",
-    "-O0",
-    "-Xptxas",
-    "-O0",
-    "-Xcompiler",
-    "-fPIC",
-    "-shared",
-    "-cudart",
-    "none",
-)
 LARGE = ExitSizes(4096, 128, 4096, 64)  # of an 8B model with a long shortlist
 INVALID = 1  # cudaErrorInvalidValue
 
@@ -67,11 +54,18 @@ class Launches:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need(shutil.which("nvcc") is not None, "there is no nvcc")
+def library(kernel_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel's object file from the archive of the plugins, linked with the CUDA runtime that starts nothing."""
+    cuda = cuda_headers()
+    need(cuda is not None, "there are no CUDA headers")
     target = tmp_path_factory.mktemp("launches") / "launches.so"
-    sources = ["plugins/tide_exit/kernel.cu", "tests/plugins/described_gpu.cpp"]
-    subprocess.run(["nvcc", *OPTIONS, "-I", "plugins", *sources, "-o", str(target)], cwd=ROOT, check=True)
+    objects = [
+        Path(__file__).with_name("described_gpu.cpp"),
+        "-u",
+        "tide_exit",
+        kernel_build / "libtide_plugins_static.a",
+    ]
+    subprocess.run(["g++", "-shared", "-fPIC", "-isystem", cuda, *objects, "-o", target], check=True)
     return target
 
 

@@ -10,11 +10,12 @@ import shutil
 import kernel_barriers
 import numpy as np
 import pytest
+import tiers
 from fibre_runner import CLUSTERS, LONE, PROCESSORS, SMALL_CLUSTERS, FibreError, FibreRunner
 from kernel_barriers import Barrier
-from kernel_cases import LAYER, ExitCase, run_all, tolerance
+from kernel_cases import LAYER, ExitCase, run_all, run_cases, tolerance
 from kernel_checks import check_exit
-from native_builds import need
+from native_builds import Builds, need
 
 # Everything, in tiles, and two groups of slots; without a lens, whose stage is no other's barrier.
 CASES = [ExitCase(5, 72, 130, 5, 3, norm=LAYER), ExitCase(3, 72, 9)]
@@ -32,10 +33,9 @@ NEEDLESS = [
 
 
 @pytest.fixture(scope="module")
-def runners(tmp_path_factory) -> dict[int, FibreRunner]:
+def runners(builds: Builds) -> dict[int, FibreRunner]:
     need(shutil.which("g++") is not None, "there is no g++")
-    folder = tmp_path_factory.mktemp("barriers")
-    return {architecture: FibreRunner(kernel_barriers.build(folder, architecture)) for architecture in GPUS}
+    return {architecture: FibreRunner(kernel_barriers.build(builds, architecture)) for architecture in GPUS}
 
 
 def outcome(runner: FibreRunner, architecture: int, barrier: int) -> str:
@@ -60,9 +60,10 @@ def outcome(runner: FibreRunner, architecture: int, barrier: int) -> str:
 )
 def test_no_race(runners, architecture, capability, processors):
     runners[architecture].emulate(7, capability, processors)
-    run_all(runners[architecture])
+    tiers.sized(run_cases, run_all)(runners[architecture])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", GPUS)
 def test_every_barrier_is_missed(runners, architecture):
     assert outcome(runners[architecture], architecture, 0) == ""
@@ -109,12 +110,9 @@ FAULTS = [
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory) -> ctypes.CDLL:
+def faulty(builds: Builds) -> ctypes.CDLL:
     need(shutil.which("g++") is not None, "there is no g++")
-    library = tmp_path_factory.mktemp("faulty") / "libfaulty.so"
-    source, switch = kernel_barriers.FIBRES / "faulty.cu", "-DFIBRES_UCONTEXT"  # that of other processors
-    kernel_barriers.compile_observed(source, library, 90, switch)
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(kernel_barriers.build_faulty(builds)))
     loaded.fibres_problem.restype = ctypes.c_char_p
     return loaded
 

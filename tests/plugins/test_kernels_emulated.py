@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 from fibre_runner import CLUSTERS, LONE, SMALL_CLUSTERS, FibreRunner
-from kernel_cases import CASES, LAYER, NONE, RMS, B, ExitCase, F, H, run_all, tolerance
+from kernel_cases import CASES, LAYER, NONE, RMS, B, ExitCase, F, H, run_all, run_cases, tolerance
 from kernel_checks import check_exit, check_nan, check_slots_alone, exit_args, exit_data, run_exit
 from kernel_runner import tk
-from native_builds import KERNELS_EMULATED, ROOT, need
+from native_builds import ROOT, Builds, need
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,10 @@ def test_exit(emulate, case, capability):
     check_exit(emulate(0, capability), case, tolerance(case))
 
 
-@pytest.mark.parametrize("kind", [F, H, B])
-@pytest.mark.parametrize("capability", [LONE, CLUSTERS])
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    tiers.exhaustive_but([(F, LONE), (B, CLUSTERS)], [(k, c) for k in (F, H, B) for c in (LONE, CLUSTERS)]),
+)
 def test_a_slot_s_results_do_not_depend_on_the_others(emulate, kind, capability):
     check_slots_alone(emulate(0, capability), ExitCase(37, 300, 24, 17, 6, kind), [1, 3, 4, 5, 17])
 
@@ -65,7 +68,9 @@ def test_nan_stays_in_its_slot(runner, kind):
     check_nan(runner, ExitCase(9, 300, 24, 17, 6, kind))
 
 
-@pytest.mark.parametrize(("order", "capability"), [(1, LONE), (2, CLUSTERS), (3, SMALL_CLUSTERS), (4, CLUSTERS)])
+@pytest.mark.parametrize(
+    ("order", "capability"), tiers.exhaustive_beyond(1, [(3, SMALL_CLUSTERS), (1, LONE), (2, CLUSTERS), (4, CLUSTERS)])
+)
 def test_the_order_of_threads_blocks_and_teams_does_not_matter(emulate, order, capability):
     run_all(emulate(order, capability))
 
@@ -81,7 +86,7 @@ def test_a_score_has_the_same_bits_in_any_order_and_with_or_without_clusters(emu
 
 def test_addresses_that_allow_no_fours(emulated):
     """Every array is 4 bytes off a multiple of 8."""
-    run_all(FibreRunner(emulated / "libtide_kernels_sm90.so", guard=20))
+    tiers.sized(run_cases, run_all)(FibreRunner(emulated / "libtide_kernels_sm90.so", guard=20))
 
 
 @pytest.mark.parametrize(
@@ -198,10 +203,11 @@ def test_the_guards_see_a_write_that_goes_too_far(runner):
         runner.run(exit_args(case), data.inputs(), outputs, data.norm)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", [75, 90])
-def test_under_an_address_sanitizer(builds, architecture):
+def test_under_an_address_sanitizer(builds: Builds, architecture: int):
     """Every buffer is an allocation of its own, and so is each block's shared memory."""
-    folder = builds.emulated(KERNELS_EMULATED, "sanitized")
+    folder = builds.plugins("sanitized", "tide_kernels_emulated") / "emulated"
     command = ["g++", "-print-file-name=libasan.so"]
     library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     need(Path(library).is_absolute(), "g++ has no address sanitizer")

@@ -1,7 +1,7 @@
 """What nvcc makes of the kernel as it is shipped: registers and nothing on the stack, for every architecture, as
 docs/reference/kernel-resources.md lists them; and no load before the kernel that gives its inputs has ended.
 
-    PYTHONPATH=. python tests/plugins/test_machine_code.py      writes that page anew
+    PYTHONPATH=.:tests python tests/plugins/test_machine_code.py      writes that page anew
 """
 
 import re
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import kernel_barriers
 import pytest
-from native_builds import ROOT, Builds, need
+import tiers
+from native_builds import QUICK_ARCHITECTURES, ROOT, Builds, need
 
 from tide_export.calibration.config import TideConfig
 from tide_export.engines.exit_memory import LIMITS, ExitSizes, needed
@@ -48,18 +49,20 @@ def nvcc_version() -> str:
     return re.search(r"V([\d.]+)", shown)[1]
 
 
-def compile_all(folder: Path) -> None:
-    """Compiles the kernel for every GPU as `cmake --preset plugins` does, and keeps its PTX and what ptxas says."""
-    targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
-    options = ["-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "2", "--keep", "--keep-dir", str(folder)]
+def compile_for(architectures: tuple[int, ...], folder: Path) -> None:
+    """Compiles the kernel for these GPUs as `cmake --preset plugins` does, and writes what ptxas says to ptxas.txt."""
+    targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in architectures]
+    options = ["-std=c++17", "-O3", "-Xptxas", "-v", "--threads", "2"]
     command = ["nvcc", *targets, *options, "-fatbin", "-o", str(folder / "kernel.fatbin"), "-I", "plugins"]
     command.append("plugins/tide_exit/kernel.cu")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     (folder / "ptxas.txt").write_text(done.stderr)
 
 
-def kernels_in(folder: Path) -> list[Kernel]:
-    return sorted(map(kernel, REPORT.finditer((folder / "ptxas.txt").read_text())))
+def kernels_in(said: Path) -> list[Kernel]:
+    """What ptxas said last of each kernel for each GPU."""
+    found = [kernel(one) for one in REPORT.finditer(said.read_text(errors="replace"))]
+    return sorted({(one.architecture, one.type): one for one in found}.values())
 
 
 def kernel(found: re.Match) -> Kernel:
@@ -68,12 +71,16 @@ def kernel(found: re.Match) -> Kernel:
     return Kernel(int(found["architecture"]), TYPES[found["type"]], *numbers, int(shared[1]) if shared else 0)
 
 
+def resources_row(architecture: int, kernels: list[Kernel]) -> tuple[object, ...]:
+    """Registers by type of states."""
+    registers = {one.type: one.registers for one in kernels if one.architecture == architecture}
+    return (f"sm_{architecture}", *(registers[kind] for kind in sorted(TYPES.values())))
+
+
 def resources_table(version: str, kernels: list[Kernel]) -> str:
     """Returns the page's first table: registers by GPU and type of states."""
-    registers = {(one.architecture, one.type): one.registers for one in kernels}
-    types = sorted(TYPES.values())
-    rows = [(f"sm_{sm}", *(registers[sm, kind] for kind in types)) for sm in ARCHITECTURES]
-    return f"nvcc {version}:\n\n" + table(("GPU", *types), rows)
+    rows = [resources_row(sm, kernels) for sm in ARCHITECTURES]
+    return f"nvcc {version}:\n\n" + table(("GPU", *sorted(TYPES.values())), rows)
 
 
 def memory_table() -> str:
@@ -93,37 +100,44 @@ def memory_table() -> str:
 
 def table(heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
     lines = [heads, ("---",) * len(heads), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join(map(table_line, lines))
+
+
+def table_line(cells: tuple[object, ...]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 @pytest.fixture(scope="module")
-def compiled(builds: Builds) -> Path:
-    """The folder of `compile_all`."""
+def quick(builds: Builds, kernel_build: Path) -> list[Kernel]:
+    """Of the library that all tests of the plugins use."""
+    return kernels_in(builds.folder / "plugins.log")
+
+
+@pytest.fixture(scope="module")
+def others(builds: Builds) -> list[Kernel]:
+    """For all other GPUs."""
     need(shutil.which("nvcc") is not None, "there is no nvcc")
-    sources = [path.read_text() for path in (*kernel_barriers.sources(), *sorted((ROOT / "plugins").rglob("*.h")))]
-    return builds.once("".join([nvcc_version(), Path(__file__).read_text(), *sources]), compile_all)
+    left = tuple(one for one in ARCHITECTURES if one not in QUICK_ARCHITECTURES)
+    depends = [nvcc_version(), Path(__file__), *kernel_barriers.sources(), *sorted((ROOT / "plugins").rglob("*.h"))]
+    return kernels_in(builds.once("machine-code", depends, lambda folder: compile_for(left, folder)) / "ptxas.txt")
 
 
-@pytest.fixture(scope="module")
-def kernels(compiled: Path) -> list[Kernel]:
-    return kernels_in(compiled)
-
-
-def test_no_kernel_spills_on_any_architecture(kernels: list[Kernel]) -> None:
-    every = {(architecture, kind) for architecture in ARCHITECTURES for kind in TYPES.values()}
-    assert {(one.architecture, one.type) for one in kernels} == every
-    assert len(kernels) == len(every)
-    for one in kernels:
+@pytest.mark.parametrize("architecture", tiers.exhaustive_but(QUICK_ARCHITECTURES, ARCHITECTURES))
+def test_no_kernel_spills_and_the_page_lists_its_registers(architecture: int, request: pytest.FixtureRequest) -> None:
+    kernels = request.getfixturevalue("quick" if architecture in QUICK_ARCHITECTURES else "others")
+    of_it = [one for one in kernels if one.architecture == architecture]
+    assert sorted(one.type for one in of_it) == sorted(TYPES.values())
+    for one in of_it:
         assert (one.stack, one.stores, one.loads) == (0, 0, 0), one
         assert one.registers <= MAX_REGISTERS, one
         assert one.shared == 0, f"{one}: engines.exit_memory counts none"
-
-
-def test_the_page_lists_what_the_compiler_says(kernels: list[Kernel]) -> None:
     page, version = PAGE.read_text(), nvcc_version()
     if f"nvcc {version}:" not in page:
         pytest.skip(f"the page is of another nvcc than {version}")
-    assert resources_table(version, kernels) in page, "write it anew: see the top of this file"
+    listed = re.findall(r"^\| sm_\d+ .*$", page, re.MULTILINE)
+    assert [line.split()[1] for line in listed] == [f"sm_{one}" for one in ARCHITECTURES]
+    row = table_line(resources_row(architecture, kernels))
+    assert listed[ARCHITECTURES.index(architecture)] == row, "write it anew: see the top of this file"
 
 
 def test_the_page_lists_what_is_checked_before_an_engine_is_built() -> None:
@@ -160,9 +174,9 @@ def violations(ptx: str) -> list[str]:
     return found
 
 
-def test_nothing_is_read_before_the_kernel_before_has_ended(compiled: Path) -> None:
+def test_nothing_is_read_before_the_kernel_before_has_ended(kernel_build: Path) -> None:
     """With programmatic dependent launch (from compute capability 9.0) a kernel starts while the one before runs."""
-    (file,) = compiled.glob("kernel*compute_90.ptx")
+    (file,) = kernel_build.parent.rglob("kernel*compute_90.ptx")
     ptx = file.read_text()
     assert ptx.count(WAIT) == 3
     assert violations(ptx) == []
@@ -179,8 +193,8 @@ def write_page() -> None:
     """Puts both tables into the page."""
     text = PAGE.read_text()
     with tempfile.TemporaryDirectory() as folder:
-        compile_all(Path(folder))
-        made = resources_table(nvcc_version(), kernels_in(Path(folder)))
+        compile_for(ARCHITECTURES, Path(folder))
+        made = resources_table(nvcc_version(), kernels_in(Path(folder) / "ptxas.txt"))
     rows = r"(?:\|.*\n)*\|[^\n]*"
     text = re.sub(r"nvcc [\d.]+:\n\n" + rows, lambda _: made, text, count=1)
     PAGE.write_text(re.sub(r"\| compute capability " + rows, lambda _: memory_table(), text, count=1))

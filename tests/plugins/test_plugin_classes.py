@@ -86,8 +86,8 @@ def tensor(array):
 
 
 @pytest.fixture(scope="module")
-def driver(emulated_plugins):
-    return Driver(emulated_plugins)
+def driver(emulated):
+    return Driver(emulated / "libtide_plugins_emulated.so")
 
 
 SLOTS, TOKENS, HIDDEN, ROWS = 5, 3, 96, 4

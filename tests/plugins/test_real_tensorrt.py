@@ -10,16 +10,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tiers
 from native_builds import cuda_headers, need, tensorrt_root
-from real_tensorrt import VERSIONS, RealTensorRT, real_tensorrt_in
+from real_tensorrt import VERSIONS, RealTensorRT, real_tensorrt
 
 from tide_export.compose.exit_op import exit_attributes
 from tide_export.names.operators import OP_EXIT
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
-def tensorrt(request: pytest.FixtureRequest, shared: Path) -> RealTensorRT:
-    return real_tensorrt_in(shared / "real-tensorrt", request.param)
+@pytest.fixture(scope="module", params=tiers.exhaustive_beyond(1, VERSIONS))
+def tensorrt(request: pytest.FixtureRequest) -> RealTensorRT:
+    return real_tensorrt(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,12 @@ def using(tensorrt: RealTensorRT, library: Path, *steps: str) -> dict:
     return json.loads(done.stdout)
 
 
-def test_load_library_registers_a_creator_with_our_nodes_attributes(tensorrt: RealTensorRT, library: Path):
-    found = using(tensorrt, library, "load")
+@pytest.fixture(scope="module")
+def found(tensorrt: RealTensorRT, library: Path) -> dict:
+    return using(tensorrt, library, "load")
+
+
+def test_load_library_registers_a_creator_with_our_nodes_attributes(tensorrt: RealTensorRT, found: dict):
     assert found["version"] == tensorrt.version
     assert found["before"] == []
     assert found["load"] == [OP_EXIT]
@@ -101,8 +106,7 @@ def test_load_library_registers_a_creator_with_our_nodes_attributes(tensorrt: Re
     assert found["fields"] == {key: kinds[type(value)] for key, value in ATTRIBUTES.items()}
 
 
-def test_a_plugin_has_all_capabilities_in_both_phases(tensorrt: RealTensorRT, library: Path):
-    found = using(tensorrt, library, "load")
+def test_a_plugin_has_all_capabilities_in_both_phases(found: dict):
     assert found["plugins"].keys() == {"BUILD", "RUNTIME"}
     for plugin in found["plugins"].values():
         assert plugin == {
