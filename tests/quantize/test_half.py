@@ -41,12 +41,12 @@ NEW_TOKENS = 16
 # One operator for gate and up, a tied head, biases and Conv1D, experts.
 MODELS = (
     ("llama", "bf16"),
-    ("llama (3.1)", "fp16"),
-    ("gpt2", "bf16"),
+    ("gpt2", "fp16"),
     ("qwen3_moe", "bf16"),
     ("llama", "fp16"),
     ("llama (3.1)", "bf16"),
-    ("gpt2", "fp16"),
+    ("llama (3.1)", "fp16"),
+    ("gpt2", "bf16"),
 )
 GATED = {"llama": LAYERS, "qwen3_moe": 1}  # MLPs with SiLU and without biases; qwen3_moe: mlp_only_layers
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
@@ -142,7 +142,7 @@ def test_the_operator_refuses_another_width(operator_library: Path) -> None:
         session.run(None, {"x": np.zeros((1, 2, 32), np.float32)})
 
 
-@pytest.mark.parametrize(("family", "weights"), tiers.exhaustive_beyond(4, MODELS))
+@pytest.mark.parametrize(("family", "weights"), tiers.exhaustive_beyond(3, MODELS))
 def test_a_graph_equals_the_model(
     family: str, weights: str, operator_library: Path, tmp_path: Path, monkeypatch, caplog
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+import tiers
 from families import build
 
 from tide_export.bundle.file_names import network_file
@@ -44,10 +45,13 @@ def options(two_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.mark.parametrize(
     ("weights", "shown", "capabilities"),
-    [
-        ("int4", "bf16 with matrices in int4,", RTX_CAPABILITIES),
-        ("fp8", "bf16 with matrices and their inputs in fp8,", ("8.9", "12.0", "12.1")),
-    ],
+    tiers.exhaustive_beyond(
+        1,
+        [
+            ("int4", "bf16 with matrices in int4,", RTX_CAPABILITIES),
+            ("fp8", "bf16 with matrices and their inputs in fp8,", ("8.9", "12.0", "12.1")),
+        ],
+    ),
 )
 def test_export_builds_engines_that_hold_small_weights(
     two_layers: Path, options, tmp_path: Path, weights: str, shown: str, capabilities: tuple[str, ...], capsys
