@@ -71,6 +71,7 @@ def network_of(target: Target, store: AnswerStore, tokens: torch.Tensor) -> Draf
     return network
 
 
+@torch.no_grad()
 def test_shares_are_those_of_real_coupled_drafting(drawn) -> None:
     target, store, noise = drawn
     tokens = torch.arange(0, target.vocabulary, 1)[:250]

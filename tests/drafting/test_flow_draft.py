@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,27 +47,18 @@ def target(model: Path) -> Target:
     return Target.of(load_model(model))
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "now", Clock())
-    monkeypatch.setattr(schedule, "MIN_GAIN", -math.inf)
-    monkeypatch.setattr(answers, "MAX_BATCH", 16)
-    monkeypatch.setattr(answers, "FIRST_BATCH", 16)
-    monkeypatch.setattr(training, "fast_dtype", lambda device: None)
-    monkeypatch.setattr(run, "SAVE_SECONDS", 0.5)
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(schedule, "now", Clock())
+    patch.setattr(schedule, "MIN_GAIN", -math.inf)
+    patch.setattr(answers, "MAX_BATCH", 16)
+    patch.setattr(answers, "FIRST_BATCH", 16)
+    patch.setattr(training, "fast_dtype", lambda device: None)
+    patch.setattr(run, "SAVE_SECONDS", 0.5)
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> str:
-    file = tmp_path / "prompts.txt"
-    file.write_text("".join(f"def f{number}(x):\n" for number in range(40)))
-    return str(file)
-
-
-@pytest.fixture
-def bundle(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def stand_in(folder: Path, target: Target, patch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A stand-in for a bundle and its engine, and the drafters that were written."""
-    stub = SimpleNamespace(path=tmp_path / "bundle", engine=StubEngine(target), written=list[Drafter](), loaded=0)
+    stub = SimpleNamespace(path=folder / "bundle", engine=StubEngine(target), written=list[Drafter](), loaded=0)
     stub.path.mkdir()
 
     def check(path, weights_sha256=None, width=None):
@@ -80,11 +72,28 @@ def bundle(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> S
         stub.loaded += 1
         return stub.engine
 
-    monkeypatch.setattr(flow, "check_bundle", check)
-    monkeypatch.setattr(run, "load", load)
-    monkeypatch.setattr(flow, "write_drafter", lambda path, drafter: stub.written.append(drafter))
-    monkeypatch.setattr(flow, "_measure", lambda path, prompts, temperature, report: 1.25)
+    patch.setattr(flow, "check_bundle", check)
+    patch.setattr(run, "load", load)
+    patch.setattr(flow, "write_drafter", lambda path, drafter: stub.written.append(drafter))
+    patch.setattr(flow, "_measure", lambda path, prompts, temperature, report: 1.25)
     return stub
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("".join(f"def f{number}(x):\n" for number in range(40)))
+    return str(file)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    return stand_in(tmp_path, target, monkeypatch)
 
 
 def config(prompts: str | None, **options) -> DraftConfig:
@@ -92,13 +101,30 @@ def config(prompts: str | None, **options) -> DraftConfig:
     return DraftConfig(prompts=prompts, **{**given, **options})
 
 
-def test_a_drafter_is_trained_measured_and_written(
-    model: Path, bundle, prompts: str, target: Target, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "tide_export"):
-        report = draft(str(model), bundle.path, config(prompts))
-    assert report is not None
-    (drafter,) = bundle.written
+@pytest.fixture(scope="module")
+def whole(model: Path, prompts: str, target: Target, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A training that was not interrupted: its report, drafter, cache and messages."""
+    folder, messages = tmp_path_factory.mktemp("whole"), list[str]()
+    handler, log = logging.Handler(), logging.getLogger("tide_export")
+    handler.emit = lambda record: messages.append(record.getMessage())
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch)
+        patch.setattr(log, "level", logging.INFO)
+        patch.setattr(log, "handlers", [*log.handlers, handler])
+        stub = stand_in(folder, target, patch)
+        report = draft(str(model), stub.path, config(prompts), cache=folder / "cache")
+    (drafter,) = stub.written
+    assert stub.loaded == 1
+    return SimpleNamespace(report=report, drafter=drafter, cache=folder / "cache", messages=messages)
+
+
+def same(found: Drafter, expected: Drafter) -> bool:
+    arrays = all(np.array_equal(found.arrays[name], expected.arrays[name]) for name in expected.arrays)
+    return arrays and np.array_equal(found.tokens, expected.tokens)
+
+
+def test_a_drafter_is_trained_and_measured(whole: SimpleNamespace, target: Target) -> None:
+    drafter, report, messages = whole.drafter, whole.report, whole.messages
     assert np.array_equal(drafter.head, target.head.numpy()[drafter.tokens])
     assert len(drafter.tokens) == 128
     assert drafter.bias is None
@@ -108,19 +134,15 @@ def test_a_drafter_is_trained_measured_and_written(
     assert json.loads(json.dumps(drafter.provenance))["acceptance"]["drafts"] > 50
     assert report.minutes == pytest.approx(0.075, rel=0.25)
     assert report.trained_tokens > 1.2 * report.tokens
-    assert 5 <= len([one for one in caplog.messages if "drafts accepted" in one]) <= 10
-    assert any(one.startswith("done, ") for one in caplog.messages)
+    assert 5 <= len([one for one in messages if "drafts accepted" in one]) <= 10
+    assert any(one.startswith("done, ") for one in messages)
     assert "expected speed" in report.render()
-    assert sorted(entry.name for entry in bundle.path.parent.iterdir()) == ["bundle", "prompts.txt"]
-    assert bundle.loaded == 1
 
 
 @pytest.mark.parametrize("at", ["answers", "training"])
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
-    at: str, model: Path, bundle, prompts: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+    at: str, whole, model: Path, bundle, prompts: str, target: Target, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    whole = draft(str(model), bundle.path, config(prompts))
-    assert whole is not None
     step, steps = training.Trainer.train_step, list[float]()
 
     def interrupted(trainer: training.Trainer, progress: float) -> None:
@@ -136,30 +158,30 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
             patched.setattr(training.Trainer, "train_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             draft(str(model), bundle.path, config(prompts))
-    assert f"resumes from {tmp_path / '.bundle.draft'}" in caplog.messages[-1]
-    assert len(bundle.written) == 1
+    folder = bundle.path.parent
+    assert f"resumes from {folder / '.bundle.draft'}" in caplog.messages[-1]
+    assert bundle.written == []
     bundle.engine = StubEngine(target)
     report = draft(str(model), bundle.path, config(prompts))
-    expected, found = bundle.written
-    assert all(np.array_equal(found.arrays[name], expected.arrays[name]) for name in expected.arrays)
-    assert np.array_equal(found.tokens, expected.tokens)
-    assert report == whole
+    (drafter,) = bundle.written
+    assert same(drafter, whole.drafter)
+    assert report == replace(whole.report, bundle=str(bundle.path))
+    assert [entry.name for entry in folder.iterdir()] == ["bundle"]
 
 
-def test_a_cache_that_is_complete_writes_the_drafter_again(model: Path, bundle, prompts: str, tmp_path: Path) -> None:
-    first = draft(str(model), bundle.path, config(prompts), cache=tmp_path / "cache")
-    calls = bundle.engine.calls
-    second = draft(str(model), bundle.path, config(prompts), cache=tmp_path / "cache")
-    assert second == first
-    assert (bundle.engine.calls, bundle.loaded) == (calls, 1)
-    assert all(np.array_equal(a, b) for a, b in zip(*(one.arrays.values() for one in bundle.written), strict=True))
-    longer = draft(str(model), bundle.path, config(prompts, minutes=0.1), cache=tmp_path / "cache")
+def test_a_cache_that_is_complete_writes_the_drafter_again(whole, model: Path, bundle, prompts: str) -> None:
+    again = draft(str(model), bundle.path, config(prompts), cache=whole.cache)
+    assert again == replace(whole.report, bundle=str(bundle.path))
+    assert (bundle.engine.calls, bundle.loaded) == (0, 0)
+    assert same(bundle.written[0], whole.drafter)
+    cache = shutil.copytree(whole.cache, bundle.path.parent / "cache")
+    longer = draft(str(model), bundle.path, config(prompts, minutes=0.1), cache=cache)
     assert longer is not None
     assert longer.minutes == pytest.approx(0.1, rel=0.25)
-    assert longer.trained_tokens > first.trained_tokens
-    assert bundle.engine.calls > calls
+    assert longer.trained_tokens > whole.report.trained_tokens
+    assert bundle.engine.calls > 0
     with pytest.raises(DraftError, match=r"cache is of a training with seed 0, not 7: give the same settings"):
-        draft(str(model), bundle.path, config(prompts, seed=7), cache=tmp_path / "cache")
+        draft(str(model), bundle.path, config(prompts, seed=7), cache=cache)
 
 
 def test_a_training_that_gains_little_ends_early(
@@ -176,8 +198,8 @@ def test_a_training_that_gains_little_ends_early(
 
 def test_shipped_prompts(model: Path, bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tide_export.drafting.prompts.MAX_PROMPTS", 300)
-    assert draft(str(model), bundle.path, config(None)) is not None
-    assert len(set(bundle.engine.prompts)) > 100
+    assert draft(str(model), bundle.path, config(None, minutes=0.03)) is not None
+    assert len(set(bundle.engine.prompts)) > 20
 
 
 def test_command_line(model: Path, bundle, prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
