@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import MAX_THRESHOLD
@@ -36,7 +37,7 @@ def mixed(engine: Engine, text: list[int]) -> list[float]:
     return np.clip(np.quantile(scores, 0.66, axis=0), 0.0, 1.0).tolist()
 
 
-@pytest.mark.parametrize("length", [1, 2, 30, 600])
+@pytest.mark.parametrize("length", tiers.exhaustive_but([1, 600], [1, 2, 30, 600]))
 def test_max_pending_changes_speed_and_never_tokens(
     engine: Engine, text: list[int], mixed: list[float], length: int
 ) -> None:
@@ -54,7 +55,7 @@ def test_max_pending_changes_speed_and_never_tokens(
     assert runs[16].stats.layers_run_per_token <= runs[1].stats.layers_run_per_token
 
 
-@pytest.mark.parametrize("max_pending", [1, 3, 8])
+@pytest.mark.parametrize("max_pending", tiers.exhaustive_but([3], [1, 3, 8]))
 def test_lossless_gives_the_tokens_of_full(
     engine: Engine, text: list[int], mixed: list[float], max_pending: int
 ) -> None:
@@ -116,7 +117,7 @@ def test_eight_threads_on_one_engine_equal_one_by_one(engine: Engine, text: list
     assert [together[n] for n in range(8)] == alone
 
 
-@pytest.mark.parametrize("length", [1, 2, 30, 600])
+@pytest.mark.parametrize("length", tiers.exhaustive_but([1, 600], [1, 2, 30, 600]))
 def test_full_mode_is_huggingface_greedy(engine: Engine, text: list[int], length: int) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
