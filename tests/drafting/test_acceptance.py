@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from drafting_stubs import StubEngine, small_target
 
@@ -17,7 +18,7 @@ from tide_export.routers.drafter import CONFIDENCES, Shape
 
 TEMPERATURE = 0.8
 SINGLE = Processes(0, 1)
-ANSWERS, NEW_TOKENS = 60, 40
+ANSWERS, NEW_TOKENS = tiers.sized(30, 60), 40
 
 
 class CoupledEngine(StubEngine):
@@ -113,7 +114,7 @@ def test_shares_are_those_of_real_coupled_drafting(drawn) -> None:
         error = 4 * np.sqrt(shares[0, draft] * (1 - shares[0, draft]) / counts[0, draft, 1])
         assert found.sampled[draft] == pytest.approx(shares[0, draft], abs=error)
     assert found.greedy == pytest.approx(shares[1].tolist(), abs=1e-9)  # has no noise
-    many = confident[:, 1] > 200
+    many = confident[:, 1] > tiers.sized(100, 200)
     assert many.sum() >= 2
     for share, (right, made) in zip(np.array(found.by_confidence)[many], confident[many], strict=True):
         assert share == pytest.approx(right / made, abs=0.12)
