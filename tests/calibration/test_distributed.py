@@ -46,6 +46,7 @@ def same(found, expected):
         assert np.array_equal(found[name], array), name
 
 
+@pytest.mark.exhaustive
 def test_two_processes_calibrate_to_the_file_that_one_writes(tmp_path):
     """All the way through the command line, started by accelerate, whose launcher is torchrun's: prompts answered,
     checkpoints chosen, lenses and routers fitted, one report written."""
