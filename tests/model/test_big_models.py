@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+import tiers
 import torch
-from tiny_configs import CHECKPOINTS, GROUPED
+from tiny_configs import GROUPED
 from tiny_engines import engine_of, pieces_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -129,10 +130,10 @@ def test_the_command_takes_a_device_map(tmp_path: Path, monkeypatch: pytest.Monk
     assert asked.get("device_map") is None
 
 
-@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+@pytest.mark.parametrize("stored", tiers.exhaustive_beyond(1, ["bfloat16", "float16"]))
 def test_half_precision_sources_become_any_weights(stored: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**GROUPED)).to(getattr(torch, stored))
+    model = LlamaForCausalLM(LlamaConfig(**GROUPED | {"num_hidden_layers": 2})).to(getattr(torch, stored))
     model.save_pretrained(tmp_path / "model")
     source = load_model(tmp_path / "model")
     weight = source.model.get_parameter("model.layers.1.self_attn.o_proj.weight")
@@ -140,7 +141,7 @@ def test_half_precision_sources_become_any_weights(stored: str, tmp_path: Path) 
     assert weight.dtype == torch.float32
     assert torch.equal(weight, original.float())
 
-    pieces, routers = pieces_of(source, CHECKPOINTS), random_routers(source, CHECKPOINTS, IDS, bottleneck=8)
+    pieces, routers = pieces_of(source, (1,)), random_routers(source, (1,), IDS, bottleneck=8)
     engine = engine_of(source, routers, tmp_path / "bundle", pieces)
     assert check_full(engine, source, [IDS[:9], [5]], 12).holds
     for weights, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 from command_line import refused
 from gguf_files import write_gguf
@@ -33,7 +34,7 @@ def hugging_face(path: Path):
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options).eval()
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0"])
+@pytest.mark.parametrize("kind", tiers.exhaustive_beyond(1, ["Q4_0", "F32", "F16"]))
 def test_the_numbers_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", kind)
     source, theirs = load_model(path), hugging_face(path)
@@ -49,7 +50,8 @@ def test_the_whole_chain(file: Path, tmp_path: Path, capsys) -> None:
     lines = [{"text": f"def f{n}(a, b):\n    return a * {n} + b\n"} for n in range(40)]
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
     bundle = str(tmp_path / "bundle")
-    options = "--calibration-samples 24 --calibration-length 32 --router-epochs 1 --checkpoints 1 --min-layers 1 -q"
+    options = "--calibration-samples 24 --calibration-length 32 --router-epochs 1 --no-report -q"
+    options += " --checkpoints 1 --min-layers 1"
     assert main(["export", str(file), "-o", bundle, "--dataset", str(text), *options.split()]) == 0
     manifest = open_bundle(bundle).manifest
     assert manifest.model.weights_sha256 == load_model(file).weights_sha256

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import packed_checkpoints
 import pytest
+import tiers
 import torch
 from packed_checkpoints import (
     AWQ,
@@ -50,7 +51,7 @@ from tide_export.model.fp4_matrices import Nvfp4Matrix
 from tide_export.model.quantized_experts import JoinedMatrix
 from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of
 from tide_export.model.quantized_modules import LARGE
-from tide_export.model.source import load_model
+from tide_export.model.source import SourceModel, load_model
 from tide_export.names.operators import (
     OP_GATED_MATMUL,
     OP_HALF_MATMUL,
@@ -117,14 +118,16 @@ BITS_AND_SIZES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path) -> None:
-    config, settings, quantize, symmetric, operators, in_a_node = CASES[case]
+IN_BUNDLES = ("gptq, second version, order of activations", "awq", "gptq, experts")
+
+
+def loaded(case: str, tmp_path: Path) -> tuple[SourceModel, dict[str, torch.Tensor]]:
+    """The model of a checkpoint with its integers left packed, and the values of the matrices, by their names."""
+    config, settings, quantize, symmetric, *_ = CASES[case]
     tensors, _ = write(tmp_path / "model", config, settings, quantize, inputs_first=config is GPT2)
     twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
     source, plain = load_model(tmp_path / "model", packed=True), load_model(tmp_path / "model")
     assert source.quantized is not None
-    assert source.quantized.settings is not None
     bits, size = BITS_AND_SIZES.get(case, (4, 32))
     assert source.quantized.settings == Quantization("checkpoint", bits, size, symmetric, 4)
     weights = {name: matrix_of(twin, name) for name in source.quantized.blocks}
@@ -132,25 +135,38 @@ def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path
     assert all(source.model.get_parameter(name).is_meta for name in kept), "a packed weight is in memory"
     assert source.weights_sha256 == plain.weights_sha256
     assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
+    rows = {name: weight.T if config is GPT2 else weight for name, weight in weights.items()}
+    for name, matrix in source.quantized.blocks.items():
+        assert isinstance(matrix, CheckpointMatrix | JoinedMatrix | Nvfp4Matrix)
+        np.testing.assert_array_equal(matrix.values(), rows[name].numpy(), err_msg=name)
+    return source, rows
 
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in IN_BUNDLES])
+def test_matrices_stay_packed(case: str, tmp_path: Path) -> None:
+    loaded(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", tiers.exhaustive_but(IN_BUNDLES, CASES))
+def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path) -> None:
+    source, rows = loaded(case, tmp_path)
+    *_, operators, in_a_node = CASES[case]
+    assert source.quantized is not None
     deployed = engine_of(source, random_routers(source, (1,), PROMPTS[0], bottleneck=8), tmp_path / "bundle")
     bundle = deployed.bundle
-    rows = {name: weight.T if config is GPT2 else weight for name, weight in weights.items()}
     found = list(stored_matrices(bundle))
     assert sorted(len(names) for names, _ in found) == in_a_node
-    assert {name for names, _ in found for name in names} == weights.keys()
+    assert {name for names, _ in found for name in names} == rows.keys()
     for names, whole in found:
         for name, part in zip(names, whole.split([len(rows[name]) for name in names]), strict=True):
             matrix, expected = source.quantized.blocks[name], rows[name].numpy()
-            assert isinstance(matrix, CheckpointMatrix | JoinedMatrix | Nvfp4Matrix)
-            np.testing.assert_array_equal(matrix.values(), expected, err_msg=name)
             order = matrix.order if isinstance(matrix, CheckpointMatrix) else None
             in_order = expected if order is None else expected[:, order]
             np.testing.assert_array_equal(part.values(), in_order, err_msg=name)
-    assert restore(plain, bundle) is None, "the model has the values already"
+    assert restore(load_model(tmp_path / "model"), bundle) is None, "the model has the values already"
     graph = inlined(bundle.path)
     assert {node.op_type for node in graph.all_nodes()} & ANY == operators
-    assert not [name for name in graph.initializers if name.removesuffix(".T") in weights], "stored in float32 too"
+    assert not [name for name in graph.initializers if name.removesuffix(".T") in rows], "stored in float32 too"
 
     exact = check_full(float32_engine(bundle, 1), source, PROMPTS, 8)
     assert exact.holds, exact.differences
@@ -204,7 +220,7 @@ def test_experts_in_another_order_are_widened_and_the_rest_is_kept(
     assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
 
 
-@pytest.mark.parametrize("accuracy_level", [4, 1])
+@pytest.mark.parametrize("accuracy_level", tiers.exhaustive_beyond(1, [4, 1]))
 def test_experts_in_mxfp4_stay_in_their_codes(tmp_path: Path, accuracy_level: int) -> None:
     dense = write_mxfp4(tmp_path / "model")
     source, plain = load_model(tmp_path / "model", packed=True), load_model(tmp_path / "model")
@@ -253,17 +269,30 @@ def tokens(bundle: Path) -> list[int]:
     return load(bundle).generate(PROMPTS[0], max_new_tokens=8, mode="full", stop_token_ids=[]).tokens
 
 
-def test_a_checkpoint_is_exported_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_is_exported_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the check packs its integers for one engine at a time."""
+    opened: list[weakref.ref[Engine]] = []
+
+    def opens(*arguments: Any, **options: Any) -> Engine:
+        assert not [engine for engine in opened if engine() is not None], "the engine before is still there"
+        engine = open_engine(*arguments, **options)
+        opened.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr("tide_export.verify.quantized.open_engine", opens)
     tensors, _ = write(tmp_path / "model", LLAMA, GPTQ, gptq(symmetric=True))
     twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
     bundle = exported(tmp_path)
+    assert len(opened) == 2, "with matmuls in float32, and as deployed"
     assert "another precision" not in caplog.text, "routers are calibrated on the values that the integers stand for"
     assert open_bundle(bundle).manifest.weights == "int4"
     ids = twin.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert tokens(bundle) == ids[0, len(PROMPTS[0]) :].tolist()
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", tiers.exhaustive_beyond(1, [True, False]))
 def test_matrices_in_16_bits_stay_so_beside_integers(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +321,7 @@ def test_matrices_in_16_bits_stay_so_beside_integers(
     assert tokens(bundle) == ids[0, len(PROMPTS[0]) :].tolist()
 
 
+@pytest.mark.exhaustive
 def test_matrices_in_16_bits_are_written_from_the_mapped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 64 MiB in float32 was there twice, read and transposed, beside its copy in 16 bits."""
     monkeypatch.setattr(packed_checkpoints, "QUANTIZED", re.compile(r"_proj\.weight$"))
@@ -305,21 +335,6 @@ def test_matrices_in_16_bits_are_written_from_the_mapped_file(tmp_path: Path, mo
         ir.save(graph, tmp_path / "model.onnx", external_data=WEIGHTS_FILE)
     assert (tmp_path / WEIGHTS_FILE).stat().st_size > 64 << 20
     assert gained.bytes < 24 << 20
-
-
-def test_the_check_packs_the_integers_of_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "model", LLAMA, GPTQ, gptq(symmetric=True))
-    opened: list[weakref.ref[Engine]] = []
-
-    def opens(*arguments: Any, **options: Any) -> Engine:
-        assert not [engine for engine in opened if engine() is not None], "the engine before is still there"
-        engine = open_engine(*arguments, **options)
-        opened.append(weakref.ref(engine))
-        return engine
-
-    monkeypatch.setattr("tide_export.verify.quantized.open_engine", opens)
-    exported(tmp_path)
-    assert len(opened) == 2, "with matmuls in float32, and as deployed"
 
 
 def test_what_is_kept_packed() -> None:

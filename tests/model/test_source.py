@@ -1,9 +1,11 @@
 """Loading: any architecture's parts are found, and what cannot be used is one sentence that says why."""
 
 import copy
+import itertools
 import json
 
 import pytest
+import tiers
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
@@ -206,8 +208,13 @@ OFFLOADS = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("placement", OFFLOADS)
+@pytest.mark.parametrize(
+    ("placement", "tied"),
+    tiers.exhaustive_but(
+        [("some layers", False), ("all layers and the norm", True), ("embedding and head", True), ("all", False)],
+        itertools.product(OFFLOADS, [False, True]),
+    ),
+)
 def test_offloaded_weights_change_nothing(tmp_path, placement, tied):
     torch.manual_seed(0)
     config = LlamaConfig(**LLAMA_LIKE, tie_word_embeddings=tied)
