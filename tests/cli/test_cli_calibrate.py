@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
+from quick import unpictured  # noqa: F401 (a fixture)
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
@@ -16,12 +18,14 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "demo-llama"
 TEXT = ROOT / "calibration" / "text" / "python-stdlib.jsonl"
 LITTLE = ["--dataset", TEXT, "--calibration-samples", 24, "--calibration-length", 96, "--router-epochs", 2]
+LITTLE += ["--lens-tokens", 999]
 
 
 def run(*arguments: object) -> int:
     return main([*map(str, arguments), *map(str, LITTLE), "-q"])
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_checkpoints_and_lenses_of_our_choice_are_exported_and_follow_the_oracle(
     tmp_path: Path, capsys, demo_source, demo_text_ids
 ) -> None:
