@@ -4,6 +4,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
+import tiers
 
 from tide_export.tuning.choose import MAX_CANDIDATES, candidates, certify
 from tide_export.tuning.measure import Measurement
@@ -68,7 +69,7 @@ def test_the_sequence_ends_at_the_first_failure():
 
 def test_the_true_risk_is_above_epsilon_no_more_often_than_delta():
     """Paths and tests drawn anew from a population whose risks are known, many times."""
-    epsilon, delta, runs = 0.1, 0.2, 80
+    epsilon, delta, runs = 0.1, 0.2, tiers.sized(25, 80)
     whole = population(4000)
     random = np.random.default_rng(5)
     bad = found = 0

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError, TuneError
+from tide_export.runtime.engine import Engine
 from tide_export.thresholds.pareto import Point
+from tide_export.tuning.measure import Measurement, measure_prompts
 from tide_export.tuning.tune import tune as tune_bundle
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,26 @@ def bundle(demo_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo_bundle, tmp_path / "copy"))
 
 
+@pytest.fixture(autouse=True)
+def _measured_once(measurements: dict[Any, Measurement], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompts on copies of one bundle are measured once, and the mode that is fastest is measured briefly."""
+
+    def measure(engine: Engine, prompts: list[list[int]], length: int, checkpoints: list[int], *advance: Any) -> Any:
+        key = length, *checkpoints, *map(tuple, prompts)
+        if key not in measurements:
+            measurements[key] = measure_prompts(engine, prompts, length, checkpoints, *advance)
+        return measurements[key]
+
+    monkeypatch.setattr("tide_export.tuning.exits.measure_prompts", measure)
+    monkeypatch.setattr("tide_export.tuning.auto.NEW_TOKENS", 8)
+    monkeypatch.setattr("tide_export.tuning.auto.ROUNDS", 1)
+
+
+@pytest.fixture(scope="module")
+def measurements() -> dict[Any, Measurement]:
+    return {}
+
+
 def tune(capsys, bundle: Path, *options: object, dataset: Path = TEXT, epsilon=0.35, delta=0.2) -> dict:
     """The JSON that `tune` prints."""
     fixed = ["--dataset", dataset, "--epsilon", epsilon, "--delta", delta, "--json", "-q"]
@@ -49,7 +72,7 @@ def tune(capsys, bundle: Path, *options: object, dataset: Path = TEXT, epsilon=0
 
 def refused(capsys, bundle: Path, *options: object, dataset: Path = TEXT, epsilon=0.35, delta=0.2) -> str:
     """The one line on stderr of a `tune` that must fail and leave the bundle as it was."""
-    before = hashes(bundle)
+    before = written(bundle)
     fixed = ["--dataset", dataset, "--epsilon", epsilon, "--delta", delta, "-q"]
     assert main([str(word) for word in ["tune", bundle, *fixed, *QUICK, *options]]) == 2
     out, err = capsys.readouterr()
@@ -57,16 +80,14 @@ def refused(capsys, bundle: Path, *options: object, dataset: Path = TEXT, epsilo
     lines = [line for line in err.splitlines() if "error: " in line]
     assert len(lines) == 1, err
     assert "Traceback" not in err
-    assert hashes(bundle) == before
+    assert written(bundle) == before
     return lines[0]
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+def written(folder: Path) -> dict[str, tuple[int, ...]]:
+    """What differs where a file was written: its number, time and size."""
+    files = {str(file.relative_to(folder)): file.stat() for file in folder.rglob("*") if file.is_file()}
+    return {name: (file.st_ino, file.st_mtime_ns, file.st_size) for name, file in files.items()}
 
 
 def edit(bundle: Path, **changes: object) -> None:
@@ -87,7 +108,7 @@ def never_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_certified_is_stored_and_used_from_then_on(bundle: Path, capsys, demo_text_ids):
-    before, others = open_bundle(bundle).manifest, hashes(bundle)
+    before, others = open_bundle(bundle).manifest, written(bundle)
     report = tune(capsys, bundle)
     manifest = open_bundle(bundle).manifest
     assert report["certified"]
@@ -104,7 +125,7 @@ def test_what_is_certified_is_stored_and_used_from_then_on(bundle: Path, capsys,
     assert report["n"] + report["path_prompts"] == 36
     assert report["documents"] + report["path_documents"] == 10
 
-    changed = {name for name, digest in hashes(bundle).items() if digest != others[name]}
+    changed = {name for name, file in written(bundle).items() if file != others[name]}
     assert changed == {MANIFEST_FILE}
     tuned = dict.fromkeys(("thresholds", "tuning", "auto"))
     assert vars(manifest) | tuned == vars(before) | tuned
@@ -168,10 +189,10 @@ def test_inspect_and_validate_know_it(bundle: Path, demo_model: Path, capsys):
 
 def test_the_table_says_what_was_tested_and_promised(bundle: Path, capsys):
     options = ["--dataset", str(TEXT), "--epsilon", "0.35", "--delta", "0.2", "--dry-run", "-q"]
-    before = hashes(bundle)
+    before = written(bundle)
     assert main(["tune", str(bundle), *options, *QUICK]) == 0
     out = capsys.readouterr().out
-    assert hashes(bundle) == before
+    assert written(bundle) == before
     for words in ("threshold@3", "path risk", "layers/token", "passed", "CERTIFIED: thresholds", "dry run"):
         assert words in out
     assert "up to 4 prompts from each" in out
@@ -179,9 +200,9 @@ def test_the_table_says_what_was_tested_and_promised(bundle: Path, capsys):
 
 
 def test_a_dry_run_finds_the_same_and_stores_nothing(bundle: Path, capsys):
-    before = hashes(bundle)
+    before = written(bundle)
     dry = tune(capsys, bundle, "--dry-run")
-    assert hashes(bundle) == before
+    assert written(bundle) == before
     wet = tune(capsys, bundle)
     assert (dry["stored"], wet["stored"]) == (False, True)
     varying = dict.fromkeys(("stored", "date", "auto"))
@@ -319,7 +340,7 @@ def test_more_slots_than_the_bundle_decodes_are_told_before_anything_is_measured
 
 @pytest.mark.parametrize("failure", [OSError(5, "the disk died"), KeyboardInterrupt()])
 def test_a_failure_at_the_end_leaves_the_old_manifest(bundle: Path, capsys, monkeypatch, failure):
-    before = hashes(bundle)
+    before = written(bundle)
 
     def failing(self: Path, target: Path) -> None:
         raise failure
@@ -327,7 +348,7 @@ def test_a_failure_at_the_end_leaves_the_old_manifest(bundle: Path, capsys, monk
     monkeypatch.setattr(Path, "replace", failing)
     options = ["--dataset", str(TEXT), "--epsilon", "0.35", "--delta", "0.2", "-q", *QUICK]
     assert main(["tune", str(bundle), *options]) == (2 if isinstance(failure, OSError) else 130)
-    assert hashes(bundle) == before
+    assert written(bundle) == before
 
 
 def test_a_bundle_exported_anew_meanwhile_is_left_alone(bundle: Path, capsys, monkeypatch):

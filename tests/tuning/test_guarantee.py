@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 
 from tide_export.tuning.guarantee import best_bet, binomial_cdf, fixed_sequence_test, p_value, prompts_needed
 
@@ -161,7 +162,7 @@ def test_all_may_pass_or_none():
 
 # --- the guarantee, by simulation ------------------------------------------------------------------------------------
 
-RUNS = 1500
+RUNS = tiers.sized(400, 1500)
 
 
 def chosen(p_values: list[float], losses: list[np.ndarray], epsilon: float, delta: float) -> int | None:

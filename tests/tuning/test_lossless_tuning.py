@@ -17,8 +17,8 @@ from tide_export.tuning.request import LosslessRequest
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
 QUICK = [
-    *("--mode", "lossless", "--dataset", str(TEXT), "--prompts", "9", "--prompt-length", "16"),
-    *("--new-tokens", "24", "--threads", "1", "-q"),
+    *("--mode", "lossless", "--dataset", str(TEXT), "--prompts", "6", "--prompt-length", "16"),
+    *("--new-tokens", "20", "--threads", "1", "-q"),
 ]
 CHEAP = StepCosts((0.01, 0.02, 0.03), {1: 1.0, 13: 1.1}, {1: 1.0, 28: 1.3}, 1.0)  # drafting costs nothing
 DEAR = StepCosts((1.0, 1.0, 1.0), {1: 1.0, 13: 13.0}, {1: 1.0, 28: 28.0}, 1.0)

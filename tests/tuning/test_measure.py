@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiers
 
 from tide_export.errors import TuneError
 from tide_export.runtime.engine import Engine, load
@@ -21,7 +22,7 @@ def engine(demo_bundle: Path) -> Engine:
 @pytest.fixture(scope="module")
 def prompts(demo_text_ids: list[int]) -> list[list[int]]:
     size = PROMPT + POSITIONS - 1
-    return [demo_text_ids[start : start + size] for start in range(0, 8 * size, size)]
+    return [demo_text_ids[start : start + size] for start in range(0, tiers.sized(4, 8) * size, size)]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_any_thresholds_do_what_the_measurement_says(engine, prompts, measured, 
     random = np.random.default_rng(1)
     excused = compared = 0
     left = set()
-    for _ in range(6):
+    for _ in range(tiers.sized(3, 6)):
         thresholds = random.choice([*np.quantile(measured.scores, np.linspace(0.05, 0.98, 20)), 1.0], 3).tolist()
         tokens, layers = measured.outcome(thresholds)
         near = (np.abs(measured.scores - np.float32(thresholds)) < UNDECIDED).any(axis=2)

@@ -104,7 +104,7 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
     rng = np.random.default_rng(1)
     count, length = len(engine.manifest.checkpoints), 24
     prompts = [rng.integers(5, 4000, 12).tolist() for _ in range(6)]
-    full = [engine.generate(p, max_new_tokens=60, mode="full", stop_token_ids=[]).tokens for p in prompts]
+    full = [engine.generate(p, max_new_tokens=length, mode="full", stop_token_ids=[]).tokens for p in prompts]
     texts = [p + tokens[:-1] for p, tokens in zip(prompts, full, strict=True)]
     recorded = measure_prompts(engine, texts, 12, engine.manifest.checkpoints)
     assert (recorded.full == np.array(full)).all()
@@ -116,14 +116,7 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
     for p in prompts:
         stats = drafting.generate(p, max_new_tokens=length, mode="lossless", stop_token_ids=[]).stats
         drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
-    shorter = Measurement(
-        recorded.scores[:, :length],
-        recorded.early[:, :length],
-        recorded.full[:, :length],
-        recorded.layers,
-        recorded.depth,
-    )
-    expected = replay(shorter, costs, prompts, setting)
+    expected = replay(recorded, costs, prompts, setting)
     assert 0 < expected.accepted < expected.drafted
     assert (drafted, accepted) == (expected.drafted, expected.accepted)
 
