@@ -1,7 +1,6 @@
-"""The C++ runtime, built and installed once for all workers."""
+"""The C++ runtime, built and installed once for all workers; and the package's library, opened as by a program in C."""
 
 import ctypes
-import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -28,9 +27,8 @@ def _no_cuda() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def embedding(shared: Path) -> Embedding:
-    kept = os.environ.get("TIDE_NATIVE_BUILDS")  # a folder that outlives the run, for whoever runs the tests often
-    return Embedding((Path(kept) if kept else shared) / "embedding")
+def embedding() -> Embedding:
+    return Embedding()
 
 
 @pytest.fixture(scope="session")

@@ -32,9 +32,19 @@ def parity(ids: list[int], logits: np.ndarray) -> np.ndarray:
     return logits
 
 
-def test_a_program_in_c(embedding: Embedding, tiny_llama, engine: Engine) -> None:
+def from_package(folder: Path) -> Path:
+    """service.c, linked with the package's library."""
+    program, source = folder / "tide_service", Path(__file__).with_name("service.c")
+    flags = ["-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT}/cpp/include"]
+    subprocess.run(["cc", *flags, source, LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}", "-o", program], check=True)
+    return program
+
+
+@pytest.mark.parametrize("of", ["package", "CMake"])
+def test_a_program_in_c(of: str, request: pytest.FixtureRequest, tiny_llama, engine: Engine, tmp_path: Path) -> None:
+    service = from_package(tmp_path) if of == "package" else request.getfixturevalue("embedding").service
     done = subprocess.run(
-        [embedding.service, tiny_llama.exact],
+        [service, tiny_llama.exact],
         env=environment(),
         capture_output=True,
         text=True,
@@ -265,8 +275,8 @@ def test_the_guide(embedding: Embedding, tiny_llama, engine: Engine, tmp_path: P
 
 
 @pytest.mark.parametrize("of", ["package", "CMake"])
-def test_the_header_says_what_the_library_exports(embedding: Embedding, of: str) -> None:
-    library = LIBRARY if of == "package" else embedding.prefix / "lib" / "libtide.so"
+def test_the_header_says_what_the_library_exports(of: str, request: pytest.FixtureRequest) -> None:
+    library = LIBRARY if of == "package" else request.getfixturevalue("embedding").prefix / "lib" / "libtide.so"
     command = ["nm", "-D", "--defined-only", library]
     exported = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     symbols = {line.split()[-1] for line in exported.splitlines()}

@@ -173,9 +173,8 @@ def test_errors_have_the_names_of_python_s(embedding: Embedding) -> None:
     assert all(issubclass(getattr(errors, name), errors.TideError) for name in named)
 
 
-def test_the_example_of_a_service(embedding: Embedding, demo_bundle: Path, engine: Engine, tmp_path: Path) -> None:
-    embedding.build(ROOT / "examples" / "embed_cpp", tmp_path)
-    service = [str(tmp_path / "tide_service"), str(demo_bundle)]
+def test_the_example_of_a_service(embedding: Embedding, demo_bundle: Path, engine: Engine) -> None:
+    service = [str(embedding.build(ROOT / "examples" / "embed_cpp") / "tide_service"), str(demo_bundle)]
     lines = run([*service, "5", "17", "3"]).splitlines()
     out = engine.generate([5, 17, 3], max_new_tokens=16, threshold=0.7)
     pairs = zip(out.tokens, out.stats.exit_layer, strict=True)

@@ -1,6 +1,5 @@
 """A bundle with engines of the module's flavour, and the library that opens it."""
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,29 +15,33 @@ from caller_networks import CallersNetworks
 from engine_files import with_engines
 from fake_cudart import SOURCE, FakeCudart, compiled
 from judge import TEXT
+from native_builds import Builds
+from store import locked
 from tiny_engines import TinyLlama
-from trt_build import Build, Opens
+from trt_build import Build, Opens, headers_of
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.runtime.engine import Engine
 from tide_export.verify.export_gate import dividing_thresholds
 
 
-@pytest.fixture(scope="session")
-def cudart_library(shared: Path) -> Path:
-    return compiled(SOURCE, shared / "fake_cudart.so")
-
-
 @pytest.fixture(scope="module")
 def flavour(request: pytest.FixtureRequest) -> str:
-    """Of the module."""
+    """Of the module, whose headers are here."""
+    headers_of(request.module.FLAVOUR)
     return request.module.FLAVOUR
 
 
 @pytest.fixture(scope="module")
-def build(flavour: str, shared: Path, cudart_library: Path, tiny_llama: TinyLlama) -> Build:
-    kept = os.environ.get("TIDE_NATIVE_BUILDS")
-    build = Build(flavour, Path(kept) if kept else shared / "native", cudart_library)
+def cudart_library(flavour: str, shared: Path) -> Path:
+    return compiled(SOURCE, shared / "fake_cudart.so")
+
+
+@pytest.fixture(scope="module")
+def build(flavour: str, cudart_library: Path, tiny_llama: TinyLlama) -> Build:
+    folder = Builds().folder
+    with locked(folder / flavour):
+        build = Build(flavour, folder, cudart_library)
     build.run_networks(CallersNetworks(open_bundle(tiny_llama.exact)))
     return build
 

@@ -30,6 +30,17 @@ Run = ctypes.CFUNCTYPE(
 )
 
 
+def headers_of(flavour: str) -> tuple[Path, str]:
+    """The folder with a flavour's include/, and its version; skips where there is none."""
+    variable, suffix, _ = HEADERS[flavour]
+    root = Path(os.environ.get(variable) or "missing")
+    defines = root / "include" / "NvInferVersion.h"
+    numbers = re.findall(rf"#define TRT_[A-Z]+_{suffix} (\d+)", defines.read_text() if defines.is_file() else "")
+    if len(numbers) != 4:
+        pytest.skip(f"{variable} names no headers of {flavour}")
+    return root, ".".join(numbers)
+
+
 class Build:
     """The library with a flavour's headers, and the stand-in for the flavour's, which runs a bundle's networks.
 
@@ -38,13 +49,8 @@ class Build:
     """
 
     def __init__(self, flavour: str, folder: Path, cudart: Path) -> None:
-        variable, suffix, library = HEADERS[flavour]
-        root = Path(os.environ.get(variable) or "missing")
-        defines = root / "include" / "NvInferVersion.h"
-        numbers = re.findall(rf"#define TRT_[A-Z]+_{suffix} (\d+)", defines.read_text() if defines.is_file() else "")
-        if len(numbers) != 4:
-            pytest.skip(f"{variable} names no headers of {flavour}")
-        self.version, self.binary, folder = ".".join(numbers), folder / flavour / "libtide.so", folder / flavour
+        root, self.version = headers_of(flavour)
+        self.binary, folder = folder / flavour / "libtide.so", folder / flavour
         folder.mkdir(parents=True, exist_ok=True)
         newest = max(path.stat().st_mtime for path in tide_build.depends())
         if not self.binary.is_file() or self.binary.stat().st_mtime < newest:
@@ -52,7 +58,7 @@ class Build:
                 patch.setenv("TENSORRT_ROOT", str(root))
                 tide_build.build(self.binary, folder / "build", __version__)
         (folder / "tensorrt_stubs.h").write_text(stubs(root / "include"))
-        named = f"{library}.so.{numbers[0]}"
+        named = f"{HEADERS[flavour][2]}.so.{self.version.partition('.')[0]}"
         includes = (f"-I{folder}", f"-I{root / 'include'}", f"-I{tide_build.cuda_home()}/include")
         options = (*includes, f"-Wl,-soname,{named}", str(cudart))
         self._stand_in = ctypes.CDLL(
