@@ -137,7 +137,7 @@ def tensorrt_rtx_build(bundle: Path) -> str:
 def export_row(model: str, bundle: Path, config: TideConfig, max_length: int | None) -> str:
     """Exports with segment networks where these can be made; else why not. Routers are random where the tokens of a
     random model give nothing to learn."""
-    options: dict[str, Any] = {"config": config, "max_length": max_length, "engines": False}
+    options: dict[str, Any] = {"config": config, "max_length": max_length, "engines": False, "report": False}
     try:
         return exported(model, bundle, options)
     except CalibrationError as error:
