@@ -4,6 +4,7 @@ ids."""
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 from tiny_engines import engine_of, pieces_of
 from torch import nn
@@ -44,7 +45,7 @@ class Mixer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         query, key, value = (part.view(batch, length, 2, 16).transpose(1, 2) for part in self.project(x).chunk(3, -1))
-        if self.config.positions == "rotary":
+        if "rotary" in self.config.positions:
             angles = torch.arange(length).float()[:, None] / 100 ** (torch.arange(8) / 8)
             cos, sin = angles.cos(), angles.sin()
             query, key = (
@@ -82,15 +83,14 @@ class ToyModel(PreTrainedModel):
 
     def forward(self, input_ids: torch.Tensor) -> BaseModelOutput:
         x, length = self.tokens(input_ids), input_ids.shape[1]
-        match self.config.positions:
-            case "arange":
-                x = x + self.table(torch.arange(length))
-            case "table":
-                x = x + self.table(self.numbers[:, :length])
-            case "sinusoidal":
-                x = x + torch.sin(torch.arange(length).float()[:, None] / torch.linspace(1, 9, 32))
-            case "cumsum":
-                x = x + self.table(torch.ones_like(input_ids).cumsum(1) - 1)
+        if "arange" in self.config.positions:
+            x = x + self.table(torch.arange(length))
+        if "table" in self.config.positions:
+            x = x + self.table(self.numbers[:, :length])
+        if "sinusoidal" in self.config.positions:
+            x = x + torch.sin(torch.arange(length).float()[:, None] / torch.linspace(1, 9, 32))
+        if "cumsum" in self.config.positions:
+            x = x + self.table(torch.ones_like(input_ids).cumsum(1) - 1)
         for layer in self.layers:
             (x,) = layer(x)
         return BaseModelOutput(last_hidden_state=self.norm(x))
@@ -125,7 +125,18 @@ def toy(positions: str = "none", attention: str = "spelled out") -> SourceModel:
 
 @pytest.mark.parametrize(
     ("positions", "attention"),
-    [("none", "spelled out"), ("arange", "sdpa"), ("table", "spelled out"), ("rotary", "sdpa"), ("sinusoidal", "sdpa")],
+    tiers.exhaustive_beyond(
+        3,
+        [
+            ("none", "spelled out"),
+            ("arange and rotary", "sdpa"),
+            ("table and sinusoidal", "sdpa"),
+            ("arange", "sdpa"),
+            ("table", "spelled out"),
+            ("rotary", "sdpa"),
+            ("sinusoidal", "sdpa"),
+        ],
+    ),
 )
 def test_it_is_exported_and_equal(positions: str, attention: str, tmp_path: Path) -> None:
     source = toy(positions, attention)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 
 from tide_export.bundle.auto_mode import AutoMode
@@ -32,7 +33,7 @@ def texts(demo_bundle: Path) -> list[list[int]]:
     return quality_texts(open_bundle(demo_bundle).manifest, load_tokenizer(MODEL), TEXT, 300)
 
 
-@pytest.mark.parametrize("limit", [0, 16])
+@pytest.mark.parametrize("limit", tiers.exhaustive_beyond(1, [16, 0]))
 def test_equals_the_rule_in_pytorch(demo_bundle: Path, texts: list[list[int]], limit: int):
     source, routers = load_model(MODEL), RouterSet.load(demo_bundle / ROUTERS_FILE)
     settings = [("0.3", [0.3] * 3), ("0.7", [0.7] * 3), ("first", [-1.0, 2.0, 2.0])]

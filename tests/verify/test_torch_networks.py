@@ -1,11 +1,11 @@
 """The segment networks on PyTorch give the tokens, exits and counts of the graph."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 from drafters import drafting_copy
 from families import build
 from judge import TEXT
@@ -17,7 +17,6 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.errors import ProviderError
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine, open_engine
-from tide_export.trace.tracer import TracedModel
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.pytorch.networks import open_torch
 
@@ -54,12 +53,12 @@ def test_a_bundle_without_segment_networks_is_refused(tiny_llama: TinyLlama) -> 
         open_torch(open_bundle(tiny_llama.propagating))
 
 
-@pytest.mark.parametrize("weights", ["fp16", "bf16"])
-def test_a_drafter_of_half_precision_drafts(weights: str, tmp_path: Path, traces: Callable[..., TracedModel]) -> None:
+@pytest.mark.parametrize("weights", tiers.exhaustive_beyond(1, ["fp16", "bf16"]))
+def test_a_drafter_of_half_precision_drafts(weights: str, tmp_path: Path) -> None:
     """The full model's tokens in that precision, alone and in a list; in bfloat16 no other engine here runs it."""
     source = build("llama")
     routers = random_routers(source, CHECKPOINTS, TEXT, bottleneck=16)
-    pieces = pieces_of(source, CHECKPOINTS, traces=traces)
+    pieces = pieces_of(source, CHECKPOINTS)
     bundle_of(source, routers, tmp_path / "b", pieces)
     bundle = open_bundle(drafting_copy(segments_of(source, routers, tmp_path / "b", pieces, weights).path, tmp_path))
     free = Drafting((1.0, 1.0), 0, 0, (1.0, 1.0), (0.0,) * 5, {}, 4, 0.0)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "demo" / "demo-llama")
 TEXT = str(ROOT / "tide_export" / "*.py")
 SMALL = {"prompts": 5, "longest_prompt": 40, "new_tokens": 8, "threads": 1}
+GRAPH = SMALL | {"provider": "cpu", "thresholds": [0.5]}
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_holds_on_the_demo_bundle(demo_bundle: Path):
 def test_max_pending_changes_nothing_but_the_layers_run(demo_bundle: Path):
     by_limit = {}
     for limit in (0, 1, 16):
-        report = validate(demo_bundle, MODEL, TEXT, thresholds=[0.5], max_pending=limit, **SMALL | {"prompts": 3})
+        report = validate(demo_bundle, MODEL, TEXT, max_pending=limit, **GRAPH | {"prompts": 3})
         assert report.holds, report.render()
         by_limit[limit] = report.checks[1]
     assert by_limit[0].exits == by_limit[1].exits == by_limit[16].exits
@@ -79,7 +80,7 @@ def test_does_not_hold_when_a_weight_was_altered(copy: Path, capsys):
     weights[third : 2 * third] *= 1.5
     weights.tofile(path)
     sealed(copy)
-    report = validate(copy, MODEL, TEXT, **SMALL)
+    report = validate(copy, MODEL, TEXT, **GRAPH)
     assert not report.holds
     assert report.checks[0].wrong, "full depth must differ"
     assert "DOES NOT HOLD" in report.render()
@@ -98,7 +99,7 @@ def test_does_not_hold_when_the_graph_has_other_routers(copy: Path):
     routers = RouterSet.load(path)
     routers.routers[6].up.weight.data *= -1.0
     routers.save(path)
-    report = validate(sealed(copy), MODEL, TEXT, **SMALL)
+    report = validate(sealed(copy), MODEL, TEXT, **GRAPH)
     assert report.checks[0].holds, "full depth does not depend on routers"
     assert not report.holds
     assert any("layer" in difference for check in report.checks for difference in check.differences)
@@ -110,7 +111,7 @@ def test_does_not_hold_for_another_checkpoint_s_graph(copy: Path, demo_bundle: P
     routers = RouterSet.load(path)
     routers.routers[3], routers.routers[6] = routers.routers[6], routers.routers[3]
     routers.save(path)
-    assert not validate(sealed(copy), MODEL, TEXT, **SMALL).holds
+    assert not validate(sealed(copy), MODEL, TEXT, **GRAPH).holds
 
 
 def test_the_model_must_be_the_one_the_bundle_was_made_from(demo_bundle: Path, tmp_path: Path):
