@@ -45,6 +45,7 @@ lint: $(VENV)/.tests
 	$(BIN)/mypy
 
 docs: $(VENV)/.tests
+	$(BIN)/python tools/checks/prose.py
 	$(BIN)/mkdocs build --strict
 
 # For each machine, by the compiler in PyPI's ziglang, which brings the C library of each.

@@ -19,6 +19,11 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def blocks_of(text: str) -> list[str]:
+    """The contents of all code blocks."""
+    return re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
 def blocks(document: Path, language: str) -> list[str]:
     """The contents of the code blocks in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
@@ -28,6 +33,12 @@ def commands(document: Path) -> list[list[str]]:
     """The words of each command in the bash blocks."""
     lines = [line for block in blocks(document, "bash") for line in block.splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def script_commands(script: Path) -> list[list[str]]:
+    """The words of each command of this project in a shell script."""
+    lines = script.read_text().replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(("tide-export", "python "))]
 
 
 def script_folder(folder: Path, export_options: str = "") -> dict[str, str]:

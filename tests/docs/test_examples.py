@@ -13,21 +13,14 @@ import pytest
 from documents import ROOT, script_folder
 
 import tide_export
-from tide_export.report import plots
 
 EXAMPLES = ROOT / "examples"
 ELSEWHERE = {"embed_cpp": "tests/embedding/test_cpp.py"}
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, traces, capsys) -> Callable[..., str]:
+def run(monkeypatch: pytest.MonkeyPatch, unpictured: None, capsys) -> Callable[..., str]:
     """Runs an example as its own process would, and gives what it printed."""
-    from tide_export.pipeline import flow
-
-    monkeypatch.setattr(flow, "trace", traces)
-    # Reports without their pictures, which take seconds: tests/report and demo/run.sh draw them.
-    monkeypatch.setattr(plots, "pngs", lambda _, *themes: [b""] * len(themes))
-    monkeypatch.setattr(plots, "overview", lambda *_: b"")
 
     def runs(example: str, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [example, *map(str, arguments)])
@@ -42,7 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A little text to calibrate on."""
     lines = (ROOT / "calibration" / "text" / "python-stdlib.jsonl").read_text().splitlines()
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": json.loads(line)["text"][:700]}) + "\n" for line in lines))
+    path.write_text("".join(json.dumps({"text": json.loads(line)["text"][:400]}) + "\n" for line in lines))
     return path
 
 
@@ -76,7 +69,11 @@ def test_calibrate_on_your_text(run: Callable[..., str], demo_model: Path, text:
     )
 
 
-def test_tune_a_guarantee(run: Callable[..., str], demo_bundle: Path, tmp_path: Path) -> None:
+def test_tune_a_guarantee(
+    run: Callable[..., str], demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune, fewer = tide_export.tune, {"prompts": 45, "prompts_per_document": 12, "positions": 1}
+    monkeypatch.setattr(tide_export, "tune", lambda *given, **options: tune(*given, **options | fewer), raising=False)
     bundle = shutil.copytree(demo_bundle, tmp_path / "bundle")
     validation = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
     assert "layer passes per token" in run("tune_a_guarantee.py", bundle, validation)

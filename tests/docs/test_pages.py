@@ -3,13 +3,15 @@
 import argparse
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import DOCUMENTS, GUIDE, README, ROOT, blocks, commands, name
+from documents import DOCUMENTS, GUIDE, README, ROOT, blocks, blocks_of, commands, name, script_commands
 
 import tide_export
 from tide_export.cli.main import COMMANDS, _config, main
@@ -26,33 +28,22 @@ PARSED_ONLY = {
     "out/int4": "run by tests/quantize: quantized blocks are traced anew each time",
 }
 ELSEWHERE = {
-    "tide-export export demo/demo-llama -o out/demo": "the slow test of demo/run.sh",
+    "tide-export export demo/demo-llama -o out/demo": "the exhaustive test of demo/run.sh",
     "tide-export serve": "tests/serving: it runs until it is told to stop",
     "tide-export push": "tests/hub, with a stand-in for the hub",
     "tide-export pull": "as push",
 }
 PYTHON_ELSEWHERE = {"your-own-model.md": "tests/model/test_structure.py", "c.md": "tests/embedding/test_c.py"}
 # The same commands with less to do: of an option that is given twice the last one counts.
-LESS_TEXT = [
-    "--calibration-samples",
-    "24",
-    "--calibration-length",
-    "96",
-    "--router-epochs",
-    "1",
-    "--lens-tokens",
-    "999",
-]
 LESS = {
-    "adapt": ["--tokens", "256", "--length", "32", "--held-out-tokens", "64"],
-    "calibrate": LESS_TEXT,
-    "export": [*LESS_TEXT, "--no-report"],  # calibrate writes one
-    "export --routers": [],
-    "validate": ["--prompts", "4", "--new-tokens", "8", "--longest-prompt", "32"],
-    "validate --quality": ["--prompts", "4", "--new-tokens", "8", "--longest-prompt", "32", "--quality", "64"],
-    "bench": ["--repeat", "1", "--new-tokens", "16"],
-    "tune exit": ["--epsilon", "0.1", "--prompts", "45", "--prompts-per-document", "12", "--positions", "1"],
-    "tune lossless": ["--prompts", "6", "--new-tokens", "12"],
+    "adapt": "--tokens 256 --length 32 --held-out-tokens 64",
+    "calibrate": "--calibration-samples 12 --calibration-length 64 --router-epochs 1 --lens-tokens 300",
+    "draft": "--minutes 0.02 --max-new-tokens 16",
+    "validate": "--prompts 2 --new-tokens 4 --longest-prompt 16",
+    "validate --quality": "--prompts 2 --new-tokens 4 --longest-prompt 16 --quality 64",
+    "bench": "--repeat 1 --new-tokens 16",
+    "tune exit": "--epsilon 0.1 --prompts 45 --prompts-per-document 12 --positions 1",
+    "tune lossless": "--prompts 4 --new-tokens 8",
 }
 
 
@@ -67,11 +58,9 @@ def less(options: argparse.Namespace) -> list[str]:
     kind = options.command
     if kind == "tune":
         kind = f"tune {options.mode or 'exit'}"
-    elif kind == "export" and options.routers:
-        kind = "export --routers"
     elif kind == "validate" and options.quality:
         kind = "validate --quality"
-    return LESS.get(kind, [])
+    return LESS.get(kind, "").split()
 
 
 @pytest.fixture(scope="module")
@@ -90,125 +79,129 @@ def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
 
 
-def test_commands_run(workplace: None, traces, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_commands_run(workplace: None, unpictured: None, few_drafts: None, capsys) -> None:
     """Those of all pages, each once, in the order in which a reader meets them."""
-    from tide_export.pipeline import flow
-
-    monkeypatch.setattr(flow, "trace", traces)
     written = dict.fromkeys(tuple(words) for page in [README, *GUIDE] for words in commands(page) if runs(words))
     for words in written:
         assert main([*words[1:], *less(build_parser().parse_args(words[1:]))]) == 0, words
         assert capsys.readouterr().out, words
 
 
-@pytest.mark.parametrize("document", [d for d in [README, *GUIDE] if blocks(d, "python")], ids=name)
+WITH_PYTHON = [page for page in [README, *GUIDE] if blocks(page, "python") and page.name not in PYTHON_ELSEWHERE]
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=name)
 def test_python_runs(document: Path, workplace: None, capsys) -> None:
-    if document.name in PYTHON_ELSEWHERE:
-        pytest.skip(f"run by {PYTHON_ELSEWHERE[document.name]}")
     for code in blocks(document, "python"):
         exec(compile(code, document.name, "exec"), {"__name__": "__main__"})
         assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if commands(d)], ids=name)
-def test_commands_exist(document: Path) -> None:
-    for words in commands(document):
-        check_command(words)
+# --- names: each of these tests reads all documents, and fails with a list of what does not exist ---------------------
 
 
-def check_command(words: list[str]) -> None:
-    """Fails where a command names a program, script, option, target or extra that does not exist."""
+def test_commands_exist() -> None:
+    """Those of the two scripts that a reader runs first too."""
+    for document in DOCUMENTS:
+        for words in commands(document):
+            check_command(document, words)
+    for script in (ROOT / "demo" / "run.sh", ROOT / "examples" / "quickstart.sh"):
+        written = script_commands(script)
+        assert len(written) > 1
+        for words in written:
+            check_command(script, words)
+
+
+def check_command(document: Path, words: list[str]) -> None:
+    try:
+        unknown = unknown_of(words)
+    except (SystemExit, tide_export.TideError) as error:
+        pytest.fail(f"{name(document)}: {shlex.join(words)}: {error}")
+    assert not unknown, f"{name(document)}: {shlex.join(words)}: there is no {unknown}"
+
+
+def unknown_of(words: list[str]) -> list[str]:
+    """The programs, scripts, options, targets and extras of a command that do not exist."""
     program = words[0]
     if "tide_export.cli.main" in words or program == "tide-export":
         start = words.index("tide_export.cli.main") if program != "tide-export" else 0
         options = build_parser().parse_args(words[start + 1 :])
         if options.command in ("export", "calibrate"):
             _config(options)
-    elif program == "make":
-        assert subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, check=False).returncode == 0
-    elif program == "python" and words[1] not in ("-m", "-c"):
-        check_options(words[2:], ROOT / words[1])
-    elif program == "cmake":
+        return []
+    if program == "make":
+        done = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, check=False)
+        return [words[1]] * (done.returncode != 0)
+    if program == "python" and words[1] not in ("-m", "-c"):
+        return unknown_options(words[2:], ROOT / words[1])
+    if program == "cmake":
         presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]
-        if "--preset" in words:
-            assert words[words.index("--preset") + 1] in {preset["name"] for preset in presets}, words
-        cmake = "".join(path.read_text() for path in [*ROOT.glob("CMakeLists.txt"), *ROOT.glob("*/**/CMakeLists.txt")])
-        cmake += "".join(path.read_text() for path in ROOT.glob("*/**/*.cmake")) + "CMAKE_PREFIX_PATH"
-        for variable in re.findall(r" -D(\w+)=", " ".join(words)):
-            assert variable in cmake, variable
-    elif program.endswith("pip"):
+        named = words[words.index("--preset") + 1 :][:1] if "--preset" in words else []
+        files = [path for folder in ("cpp", "plugins") for path in (ROOT / folder).rglob("*CMakeLists.txt")]
+        files += [ROOT / "CMakeLists.txt", *(ROOT / "cpp").rglob("*.cmake"), *(ROOT / "plugins").rglob("*.cmake")]
+        cmake = "".join(path.read_text() for path in files) + "CMAKE_PREFIX_PATH"
+        variables = re.findall(r" -D(\w+)=", " ".join(words))
+        return [*({*named} - {preset["name"] for preset in presets}), *(v for v in variables if v not in cmake)]
+    if program.endswith("pip"):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        wanted = [
-            extra
-            for found in re.findall(r"(?:\.|tide_export)\[([\w,]+)\]", " ".join(words))
-            for extra in found.split(",")
-        ]
-        assert set(wanted) <= extras.keys(), words
-    elif "tide_generate" in " ".join(words):
-        check_options(words, ROOT / "cpp" / "examples" / "options.cpp")
-    else:
-        exists = program in ("sh", "python", "git", "ctest", "curl") or (ROOT / program).exists()
-        assert exists, f"{program}: what is to be known of it?"
+        wanted = re.findall(r"(?:\.|tide_export)\[([\w,]+)\]", " ".join(words))
+        return [extra for found in wanted for extra in found.split(",") if extra not in extras]
+    if "tide_generate" in " ".join(words):
+        return unknown_options(words, ROOT / "cpp" / "examples" / "options.cpp")
+    return [] if program in ("sh", "python", "git", "ctest", "curl") or (ROOT / program).exists() else [program]
 
 
-def check_options(words: list[str], source: Path) -> None:
-    """Every long option of a script is written in its source, or in a parser that it shares."""
+def unknown_options(words: list[str], source: Path) -> list[str]:
+    """The long options that neither a script's source nor a parser that it shares has."""
     text = source.read_text() + "".join(path.read_text() for path in source.parent.glob("harness/*.py"))
-    for option in [word for word in words if word.startswith("--")]:
-        assert re.search(rf"{option}\b", text), f"{source}: {option}"
+    return [word for word in words if word.startswith("--") and not re.search(rf"{word}\b", text)]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_links_lead_somewhere(document: Path) -> None:
-    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
-        if not link.startswith(("http://", "https://")):
-            assert (document.parent / link).exists(), link
+def test_links_lead_somewhere() -> None:
+    links = [(d, link) for d in DOCUMENTS for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", d.read_text())]
+    local = [(d, link) for d, link in links if not link.startswith(("http://", "https://"))]
+    assert len(local) > 100
+    assert [f"{name(d)}: {link}" for d, link in local if not (d.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_files_named_in_the_documents_exist(document: Path) -> None:
+def paths_named(text: str) -> Iterator[str]:
+    """Paths of this checkout, in backticks from the package's folder too, and in diagrams."""
+    quoted = re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|cpp|h|toml|sh|txt))?)`", text)
+    first = {path.name for base in (ROOT, ROOT / "tide_export") for path in base.iterdir() if path.is_dir()}
+    yield from (path for path in quoted if path.split("/")[0] in first - {"build", "out"})
+    for block in blocks_of(text):
+        yield from re.findall(r"(?<![\w(/.])(?:tide_export|cpp|tests|tools|docs)/[\w./]*[\w/]", block)
+
+
+def test_files_named_in_the_documents_exist() -> None:
     made_later = {"tide_export/lib/", "calibration/recipes/NAME.toml"}
-    package = ROOT / "tide_export"
-    bases = (ROOT, package, package / "calibration")
-    first = {path.name for base in (ROOT, package) for path in base.iterdir() if path.is_dir()} - {"build", "out"}
-    for path in re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|cpp|h|toml|sh|txt))?)`", document.read_text()):
-        if path.split("/")[0] in first and path not in made_later:
-            assert any((base / path).exists() for base in bases), path
+    bases = (ROOT, ROOT / "tide_export", ROOT / "tide_export" / "calibration")
+    named = {(name(document), path) for document in DOCUMENTS for path in paths_named(document.read_text())}
+    assert len(named) > 200
+    assert [
+        (d, path) for d, path in named if path not in made_later and not any((b / path).exists() for b in bases)
+    ] == []
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if "tide::" in d.read_text()], ids=name)
-def test_names_of_the_cpp_runtime_exist(document: Path) -> None:
+def test_names_of_the_cpp_runtime_exist() -> None:
     headers = "".join(path.read_text() for path in ROOT.glob("cpp/include/tide/*.h")) + "tide_runtime"
-    text = document.read_text()
-    members = {word for block in blocks(document, "cpp") for word in re.findall(r"[\w)]\.([a-z_]\w*)", block)}
-    for word in {*re.findall(r"tide::(\w+)", text), *members - {"h"}}:
-        assert re.search(rf"\b{word}\b", headers), word
+    known = set(re.findall(r"\w+", headers))
+    for document in DOCUMENTS:
+        text = document.read_text()
+        if "tide::" in text:
+            members = {word for block in blocks(document, "cpp") for word in re.findall(r"[\w)]\.([a-z_]\w*)", block)}
+            assert {*re.findall(r"tide::(\w+)", text), *members - {"h"}} <= known, name(document)
 
 
-@pytest.fixture(scope="module")
-def known_options() -> str:
-    """The sources of every argument parser, and the help of every command."""
-    helps = [command.format_help() for command in subparsers().values()]
-    tools = [path.read_text() for path in ROOT.glob("tools/**/*.py")]
-    return "\n".join([*helps, *tools, (ROOT / "cpp" / "examples" / "options.cpp").read_text()])
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_options_named_in_the_documents_exist(document: Path, known_options: str) -> None:
-    for option in set(re.findall(r"`(--[a-z][a-z-]+)", document.read_text())):
-        assert option in known_options, option
-
-
-def subparsers() -> dict[str, argparse.ArgumentParser]:
-    parser = build_parser()
-    (found,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+def test_options_named_in_the_documents_exist() -> None:
+    """In a parser of the package, of a tool, or of the example in C++."""
+    (found,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     assert found.choices.keys() == COMMANDS.keys()
-    return found.choices
-
-
-@pytest.mark.parametrize("page", GUIDE, ids=name)
-def test_a_page_of_the_guide_is_short(page: Path) -> None:
-    assert len(page.read_text().split()) < 1000
+    sources = [*ROOT.glob("tools/**/*.py"), ROOT / "cpp" / "examples" / "options.cpp"]
+    known = [command.format_help() for command in found.choices.values()] + [path.read_text() for path in sources]
+    options = set(re.findall(r"--[a-z][a-z-]+", "\n".join(known)))
+    for document in DOCUMENTS:
+        assert set(re.findall(r"`(--[a-z][a-z-]+)", document.read_text())) <= options, name(document)
 
 
 @pytest.mark.parametrize(

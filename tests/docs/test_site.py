@@ -11,6 +11,7 @@ from documents import ROOT
 pytest.importorskip("mkdocs", reason="the extra docs is not installed")
 
 
+@pytest.mark.exhaustive  # `make docs` builds it too; test_pages.py looks for the files of links
 def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
