@@ -1,5 +1,6 @@
 """The HTTP server of a bundle in a thread, and its clients."""
 
+import gc
 import socket
 import threading
 import time
@@ -47,6 +48,11 @@ class Running:
     def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join()
+        self.openai.close()
+        self.http.close()
+        vars(self.service).clear()  # FastAPI never forgets an app's functions, which hold it
+        del self._server, self._thread
+        gc.collect(1)  # its gauges are cycles
 
     def idle(self) -> bool:
         """Whether nothing runs, after waiting a little for it."""

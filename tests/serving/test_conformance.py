@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 from conformance import REQUEST_SECONDS, Answer, Item, by_http, by_scheduler, check, expected, items_of, moving
 from running_server import Running
 
@@ -17,7 +18,7 @@ from tide_export.runtime.engine import Engine, load
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3}
 
 
-@pytest.fixture(scope="module", params=["exact", "propagating"])
+@pytest.fixture(scope="module", params=tiers.exhaustive_beyond(1, ["exact", "propagating"]))
 def bundle(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue("demo_bundle" if request.param == "exact" else "propagating_bundle")
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+import tiers
+from command_line import refused
 from running_server import GREEDY, KEY, PROMPT, Running, free_port, text_of
 
 from tide_export.runtime.engine import Engine, load
@@ -356,7 +358,8 @@ def test_a_path_cannot_forge_a_line_of_the_log(server: Running, caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    ("seconds", "last"), [("30", "data: [DONE]"), ("0", 'data: {"error": {"message": "the server is stopping"')]
+    ("seconds", "last"),
+    tiers.exhaustive_beyond(1, [("30", "data: [DONE]"), ("0", 'data: {"error": {"message": "the server is stopping"')]),
 )
 def test_the_command_serves_and_drains(chat_bundle: Path, seconds: str, last: str) -> None:
     port = str(free_port())
@@ -386,13 +389,7 @@ def test_the_command_serves_and_drains(chat_bundle: Path, seconds: str, last: st
     assert any(one.get("path") == "/v1/completions" and one["status"] == 200 for one in logged)
 
 
-def test_a_bundle_that_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
-    line = ["-m", "tide_export.cli.main", "serve"]
-    for arguments, reason in (
-        ([str(tmp_path)], "error"),
-        ([str(tmp_path), "--slots", "0"], "--slots: Input should be greater than or equal to 1"),
-    ):
-        done = subprocess.run([sys.executable, *line, *arguments], capture_output=True, text=True)
-        assert done.returncode == 2
-        assert reason in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
+def test_a_bundle_that_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not a bundle" in refused(capsys, "serve", tmp_path)
+    slots = refused(capsys, "serve", tmp_path, "--slots", 0)
+    assert "--slots: Input should be greater than or equal to 1" in slots
