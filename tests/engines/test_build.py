@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import tiers
 from drafters import random_drafter
+from families import build as make_model
+from tiny_engines import bundle_of, pieces_of, segments_of
 
 from tide_export.bundle.engine_fields import BuiltEngine
 from tide_export.bundle.file_names import MANIFEST_FILE, SEGMENTS_FOLDER, engine_file, network_file
@@ -19,73 +22,109 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import with_batch_size
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
-from tide_export.drafting.files import drafter_info, save_drafter_segment
-from tide_export.drafting.pieces import pieces_of
+from tide_export.drafting.bundle import write_drafter
 from tide_export.engines import build
-from tide_export.engines.build import _check_built, _timing_cache, _warn, build_engines, require_builder, run_worker
+from tide_export.engines.build import _check_built, _timing_cache, _warn, require_builder, run_worker
 from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, BundleError, ConfigError, ProviderError
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import AFTER_SEGMENTS, CANDIDATES, DRAFTER, HEAD, segment_name
+from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.tensorrt import flavours, gpu
 from tide_export.runtime.tensorrt.engines import _Runtime
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.gpu import compute_capability
 
-PARTS = [*(segment_name(k) for k in range(4)), *AFTER_SEGMENTS]
+
+def half_precision(folder: Path, weights: str) -> Path:
+    """A bundle of a tiny model of two segments, whose head is tied to its embedding, with a drafter."""
+    source = make_model("llama (3.1)")
+    routers = random_routers(source, (2,), range(3, 43), bottleneck=16, lens_rank=4)
+    pieces = pieces_of(source, routers.checkpoints)
+    bundle_of(source, routers, folder, pieces)
+    bundle = segments_of(source, routers, folder, pieces, weights)
+    tokens = np.arange(0, source.vocab_size, 2)
+    drafter = random_drafter(576, source.hidden_size, tokens, weights_sha256=bundle.manifest.model.weights_sha256)
+    write_drafter(folder, drafter)  # with one K/V head it is not fused
+    return folder
+
+
+# By bundle: most tokens and sequences of its profiles; and by segment, layers of attention and how many are fused.
+PROFILE_NAMES = ("decode", "catch-up", "prefill", "batch-decode", "batch-catch-up")
+PROFILES = {
+    "demo": [(2, 1), (32, 1), (1024, 1), (1, 8), (32, 8)],
+    "half": [(2, 1), (8, 1), (33, 1), (1, 3), (4, 3)],
+}
+ATTENTION = {
+    "demo": {segment_name(k): (3, 0) for k in range(4)},  # none is fused in float32
+    "half": {segment_name(0): (2, 2), segment_name(1): (1, 1), DRAFTER: (1, 1)},
+}
+
+
+@pytest.fixture(scope="module", params=tiers.exhaustive_beyond(1, ["fp16", "bf16", "demo"]))
+def unbuilt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "demo":
+        return request.getfixturevalue("demo_bundle")
+    return half_precision(tmp_path_factory.mktemp("half") / "bundle", request.param)
 
 
 @pytest.fixture(scope="module")
-def built(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the demo bundle with engines of TensorRT for RTX."""
+def built(unbuilt: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of a bundle with engines of TensorRT for RTX."""
     bundle = tmp_path_factory.mktemp("built") / "bundle"
-    shutil.copytree(demo_bundle, bundle)
+    shutil.copytree(unbuilt, bundle)
     assert main(["build", str(bundle), "--target", "tensorrt-rtx", "-q"]) == 0
     return bundle
 
 
-def test_every_network_of_the_demo_model_becomes_an_engine(built: Path, demo_bundle: Path) -> None:
-    opened, before = open_bundle(built), open_bundle(demo_bundle)
+@pytest.fixture
+def kind(unbuilt: Path, demo_bundle: Path) -> str:
+    return "demo" if unbuilt == demo_bundle else "half"
+
+
+def parts_of(kind: str) -> list[str]:
+    return [*ATTENTION[kind], *AFTER_SEGMENTS]
+
+
+def test_every_network_becomes_an_engine(built: Path, unbuilt: Path, kind: str) -> None:
+    opened, before = open_bundle(built), open_bundle(unbuilt)
     manifest = opened.manifest
-    assert manifest.targets == ("onnxruntime", "tensorrt-rtx")
+    assert manifest.targets == (*before.manifest.targets[:1], "tensorrt-rtx")
     assert manifest.engines is not None
     assert manifest.engines.flavour == "tensorrt-rtx"
     assert manifest.engines.version == require_builder(TENSORRT_RTX)
     assert manifest.engines.weights_sha256 == manifest.model.weights_sha256
+    assert manifest.engines.compute_capabilities == flavours.RTX_CAPABILITIES
+    assert tuple(profile.name for profile in manifest.engines.profiles) == PROFILE_NAMES
+    profiles = [(profile.max_tokens, profile.batch_size) for profile in manifest.engines.profiles]
+    assert profiles == PROFILES[kind]
     assert manifest.networks is not None
-    profiles = [(profile.name, profile.max_tokens, profile.batch_size) for profile in manifest.engines.profiles]
-    assert profiles == [
-        ("decode", 2, 1),
-        ("catch-up", 32, 1),
-        ("prefill", 1024, 1),
-        ("batch-decode", 1, 8),
-        ("batch-catch-up", 32, 8),
-    ]
-    assert (manifest.networks.max_batch_size, manifest.networks.max_slot_tokens) == (8, 32)
-    for part in PARTS:
+    assert (manifest.networks.max_batch_size, manifest.networks.max_slot_tokens) == profiles[-1][::-1]
+    for part in parts_of(kind):
         assert manifest.files[engine_file(part)].size > 100_000
     assert {file: info for file, info in manifest.files.items() if not file.startswith("engines/")} == (
         before.manifest.files
     )
 
 
-def test_the_weights_are_in_memory_once_for_all_profiles(built: Path) -> None:
+def test_the_weights_are_in_memory_once_for_all_profiles(built: Path, kind: str) -> None:
     """By the builder's own figures: a profile of one shape alone had a copy in another layout."""
-    opened = open_bundle(built, verify=False)
-    assert opened.manifest.engines is not None
-    assert opened.manifest.engines.built is not None
-    for part, engine in opened.manifest.engines.built.items():
+    engines = open_bundle(built, verify=False).manifest.engines
+    assert engines is not None
+    assert engines.built is not None
+    for part, engine in engines.built.items():
         network = onnx.load(str(built / network_file(part)))
         stored = sum(onnx.numpy_helper.to_array(weight).nbytes for weight in network.graph.initializer)
-        if part not in (HEAD, CANDIDATES):  # which have none
+        if part not in (HEAD, CANDIDATES, DRAFTER):  # the first two have none
             assert 0.9 * stored < engine.weights_bytes < 1.1 * stored, part
             assert engine.activation_bytes > 0
         assert engine.layers > 1
-    segment = opened.manifest.engines.built["segment_01"]
-    assert (segment.attention_layers, segment.fused_attention_layers) == (3, 0), "none is fused in float32"
+    attention = {part: (one.attention_layers, one.fused_attention_layers) for part, one in engines.built.items()}
+    assert attention == ATTENTION[kind] | dict.fromkeys(AFTER_SEGMENTS, (0, 0))
+    segment, (layers, fused) = engines.built["segment_01"], ATTENTION[kind]["segment_01"]
     lines = [line.split() for line in render(describe(built, verify=False)).splitlines()]
     (shown,) = (line for line in lines if line[:1] == ["segment_01"] and "fused" in line)
-    assert shown[5:] == [str(segment.layers), "0", "of", "3", "fused"]
+    assert shown[5:] == [str(segment.layers), str(fused), "of", str(layers), "fused"]
 
 
 def test_what_a_builder_reports_that_users_should_know_is_logged(caplog) -> None:
@@ -126,62 +165,17 @@ def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:
         assert b"[profile 5]" not in plan
 
 
-def test_an_engine_has_a_header_the_library_knows(built: Path) -> None:
+def test_an_engine_has_a_header_the_library_knows(built: Path, kind: str) -> None:
     """It requires a GPU; a damaged header is reported without one."""
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     runtime = _Runtime(TENSORRT_RTX, trt)
-    for part in PARTS:
+    for part in parts_of(kind):
         engine = (built / engine_file(part)).read_bytes()
         if compute_capability() is None:
             with pytest.raises(ProviderError, match="CUDA"):
                 runtime.load(engine, part)
         with pytest.raises(BundleError, match="it is no engine, or a damaged one"):
             runtime.load(bytes(8) + engine[8:], part)
-
-
-@pytest.mark.parametrize("weights", ["fp16", "bf16"])
-def test_half_precision_networks_become_engines(weights: str, half_precision, tmp_path: Path, caplog) -> None:
-    networks, manifest = half_precision(weights)
-    networks.save(tmp_path)
-    manifest = replace(manifest, networks=networks.info(manifest))
-    tokens = np.arange(0, manifest.model.vocab_size, 2)
-    drafter = pieces_of(
-        random_drafter(576, manifest.model.hidden_size, tokens), 64
-    )  # with one K/V head it is not fused
-    save_drafter_segment(tmp_path, drafter, manifest, tmp_path / network_file(DRAFTER))
-    manifest = replace(manifest, drafter=drafter_info(drafter, manifest.model.weights_sha256, None))
-    info = build_engines(tmp_path, manifest, TENSORRT_RTX)  # refuses other types, shapes, or K/V that is not in place
-    assert info.compute_capabilities == flavours.RTX_CAPABILITIES
-    parts = [*(segment_name(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS, DRAFTER]
-    assert all((tmp_path / engine_file(part)).stat().st_size > 10_000 for part in parts)
-    assert info.built is not None
-    attention = {part: (one.fused_attention_layers, one.attention_layers) for part, one in info.built.items()}
-    after = dict.fromkeys(AFTER_SEGMENTS, (0, 0))
-    assert attention == {"segment_00": (2, 2), "segment_01": (1, 1), "drafter": (1, 1), **after}
-    assert "has no fused attention" not in caplog.text
-
-
-@pytest.fixture(scope="module")
-def half_precision():
-    """Networks of a tiny model in a precision, and a manifest they fit."""
-    from families import build as make_model
-    from tiny_engines import bound
-
-    from tide_export.calibration.config import TideConfig
-    from tide_export.compose.cut import cut
-    from tide_export.compose.step_graph import compose
-    from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-    from tide_export.lower.tensorrt.lower import networks_for_tensorrt
-    from tide_export.pipeline.contents import make_manifest
-    from tide_export.routers.random_routers import random_routers
-    from tide_export.trace.tracer import trace
-
-    source = make_model("llama")
-    routers = random_routers(source, (2,), range(3, 43), bottleneck=16)
-    pieces = cut(trace(source, routers.checkpoints, bound(source)), 64)
-    graph = lower_for_onnxruntime(compose(pieces, routers.arrays(), routers.lens_arrays()))
-    manifest = make_manifest(source, routers, TideConfig(), pieces, graph, 64)
-    return lambda weights: (networks_for_tensorrt(pieces, routers.arrays(), None, 64, weights), manifest)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +272,7 @@ def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp
     before = (bundle / MANIFEST_FILE).read_bytes()
     assert main(["build", str(bundle), "-q"]) == 2
     line = capsys.readouterr().err
-    assert "cannot build segment_02" in line
+    assert "cannot build segment_01" in line
     assert len(line.splitlines()) == 1
     assert (bundle / MANIFEST_FILE).read_bytes() == before
     open_bundle(bundle)
@@ -286,8 +280,8 @@ def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp
 
 
 def spoil(bundle: Path) -> None:
-    """Gives segment 2 an unknown operator, in a bundle whose hashes fit."""
-    path = bundle / network_file("segment_02")
+    """Gives segment 1 an unknown operator, in a bundle whose hashes fit."""
+    path = bundle / network_file("segment_01")
     model = onnx.load(str(path), load_external_data=False)
     model.graph.node[0].op_type = "Abacus"
     path.write_bytes(model.SerializeToString())
