@@ -17,14 +17,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from running_server import Running
 from safetensors.numpy import load_file, save_file
+from shallow_demo import first_layers
 
 from tide_export.bundle.file_names import ROUTERS_FILE
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError, GenerationError, ProviderError
+from tide_export.model.source import SourceModel, load_model
+from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine, load, open_engine
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.service import Service
 
+LAYERS = 2
 PROMPT = "def read_lines(path):"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "extra_body": {"mode": "full"}}
 
@@ -42,13 +46,24 @@ def adapter_at(folder: Path, model: torch.nn.Module, seed: int, **config: Any) -
 
 
 @pytest.fixture(scope="module")
-def folder(demo_model: Path, demo_bundle: Path, demo_source: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return first_layers(demo_model, LAYERS, tmp_path_factory.mktemp("models") / "demo")
+
+
+@pytest.fixture(scope="module")
+def source(model: Path) -> SourceModel:
+    return load_model(str(model))
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, source: SourceModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle, and two adapters."""
     made = tmp_path_factory.mktemp("adapters")
-    options = ["--routers", str(demo_bundle / ROUTERS_FILE), "--lora-rank", "4", "--epsilon", "0", "-q"]
-    assert main(["export", str(demo_model), "-o", str(made / "bundle"), *options]) == 0
-    adapter_at(made / "one", demo_source.model, 1, r=4, lora_alpha=4, target_modules="all-linear")
-    adapter_at(made / "two", demo_source.model, 2, r=2, lora_alpha=8, target_modules=["v_proj"])
+    random_routers(source, (1,), list(range(5, 45)), bottleneck=16).save(made / ROUTERS_FILE)
+    options = ["--routers", str(made / ROUTERS_FILE), "--lora-rank", "4", "--epsilon", "0", "-q"]
+    assert main(["export", str(model), "-o", str(made / "bundle"), *options]) == 0
+    adapter_at(made / "one", source.model, 1, r=4, lora_alpha=4, target_modules="all-linear")
+    adapter_at(made / "two", source.model, 2, r=2, lora_alpha=8, target_modules=["v_proj"])
     return made
 
 
@@ -57,18 +72,18 @@ def engine(folder: Path) -> Engine:
     return load(folder / "bundle", threads=1, adapters={name: folder / name for name in ("one", "two")})
 
 
-def test_the_bundle_says_what_it_has_room_for(engine: Engine, demo_bundle: Path, capsys) -> None:
+def test_the_bundle_says_what_it_has_room_for(engine: Engine, capsys) -> None:
     lora = engine.manifest.model.lora
     assert lora is not None
-    assert (lora.rank, len(lora.targets)) == (4, 7 * engine.manifest.model.num_layers)
+    assert (lora.rank, len(lora.targets)) == (4, 7 * LAYERS)
     assert engine.adapters == ("one", "two")
     assert main(["inspect", str(engine.bundle.path)]) == 0
-    assert "room for adapters (LoRA) up to rank 4 of 84 linear layers" in capsys.readouterr().out
+    assert "room for adapters (LoRA) up to rank 4 of 14 linear layers" in capsys.readouterr().out
 
 
-def test_generate_and_embed(engine: Engine, folder: Path, demo_source: Any, capsys) -> None:
+def test_generate_and_embed(engine: Engine, folder: Path, source: SourceModel, capsys) -> None:
     ids = engine.tokenizer.encode(PROMPT)
-    adapted = adapter_at(folder / "one", demo_source.model, 1, r=4, lora_alpha=4, target_modules="all-linear")
+    adapted = adapter_at(folder / "one", source.model, 1, r=4, lora_alpha=4, target_modules="all-linear")
     with torch.no_grad():
         expected = adapted.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
     made = engine.generate(ids, mode="full", max_new_tokens=12, adapter="one")
