@@ -4,8 +4,10 @@ tensors are views of; streams, pools and recording are tried on one alone."""
 import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import tiers
 import torch
 from tiny_engines import TinyLlama
 
@@ -86,12 +88,24 @@ def test_memory_on_a_gpu_is_told_to_pytorch_as_bytes(check: ModuleType, monkeypa
     assert told == [{"data": (4096, False), "shape": (12,), "typestr": "|u1", "version": 3}]
 
 
+@pytest.mark.parametrize("processes", tiers.exhaustive_beyond(1, [False, True]))
 def test_a_bundle_without_weights_is_timed_on_random_ones(
-    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_llama: TinyLlama,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    processes: bool,
 ) -> None:
+    """Each measurement in a process of its own, as it should be, or all in this one."""
     import gpu_carry
     import gpu_exits
 
+    def in_this_process(arguments: list[str], decider: str) -> dict[str, Any]:
+        assert gpu_exits.main([*arguments, "--measure"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    if not processes:
+        monkeypatch.setattr(gpu_exits, "in_a_process", in_this_process)
     gpu_carry.pack_shape(tiny_llama.exact, tmp_path / "shape")
     assert not list(tmp_path.rglob("*.data"))
     few = ["--sequences", "1,2", "--new-tokens", "4", "--rounds", "1", "--device", "cpu"]
