@@ -70,6 +70,7 @@ class Refusal(Exception):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # which waits 40 ms between an answer's header and its content
     server: Hub
 
     def log_message(self, *_: object) -> None:
