@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import tiers
 from ort_sessions import register_operators
 from paged_attention_numpy import Case, expected, int8_rows, one_node
 
@@ -87,12 +88,14 @@ def check(case: Case) -> list[np.ndarray]:
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("form", Form)
 def test_every_combination_of_inputs(form: Form, kv_cache: str) -> None:
-    for count in range(len(OPTIONAL) + 1):
+    """In `make test` none, each alone, all but one and all."""
+    every = range(len(OPTIONAL) + 1)
+    for count in tiers.sized((*every[:2], *every[-2:]), every):
         for options in combinations(OPTIONAL, count):
             check(case_of(form, options, RAGGED if "starts" in options else [(11, 3)], kv_cache))
 
 
-@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize("kv_cache", tiers.exhaustive_beyond(1, KV_CACHES))
 @pytest.mark.parametrize(
     "attributes",
     [

@@ -1,12 +1,12 @@
 """Bundles' graphs in an ONNX Runtime without our library, against PyTorch: what the functions define is the model."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import tiers
 from families import build
 from plain_graphs import Batch, Network, StepGraph
 from tiny_configs import CHECKPOINTS
@@ -29,15 +29,17 @@ from tide_export.verify.references import full_reference
 # By what they have that attention must get right.
 FAMILIES = {
     "llama": "grouped queries, projections packed",
-    "mistral": "a sliding window",
-    "bloom": "ALiBi",
     "mpt": "ALiBi without a power of two",
     "gpt_oss": "sinks and a window",
-    "gemma2": "softcaps",
     "gemma3n (text)": "keys and values of earlier layers",
     "gptj": "an interleaved rotation of a part",
-    "cohere": "an interleaved rotation",
     "gpt2": "no rotation",
+}
+FURTHER = {
+    "mistral": "a sliding window",
+    "bloom": "ALiBi",
+    "cohere": "an interleaved rotation",
+    "gemma2": "softcaps: of segment networks in test_tensorrt",
 }
 IDS = (np.arange(3 * 40) * 37 % 500 + 3).reshape(3, -1).tolist()
 RUNS = [[13, 1, 0], [1, 6, 5], [0, 1, 1], [9, 0, 17]]  # new tokens of three sequences
@@ -46,12 +48,10 @@ RUNS = [[13, 1, 0], [1, 6, 5], [0, 1, 1], [9, 0, 17]]  # new tokens of three seq
 class Made:
     """A family's bundle and what it was made of."""
 
-    def __init__(
-        self, family: str, folder: Path, traces: Callable, strategy: str = EXACT, kv_cache: str = FLOAT32_KV
-    ) -> None:
+    def __init__(self, family: str, folder: Path, strategy: str = EXACT, kv_cache: str = FLOAT32_KV) -> None:
         self.source: SourceModel = build(family)
         self.routers: RouterSet = random_routers(self.source, CHECKPOINTS, IDS[0], bottleneck=16, lens_rank=4)
-        pieces = pieces_of(self.source, CHECKPOINTS, strategy == PROPAGATE, traces)
+        pieces = pieces_of(self.source, CHECKPOINTS, strategy == PROPAGATE)
         options = {"strategy": strategy, "kv_cache": kv_cache}
         self.bundle: Bundle = bundle_of(self.source, self.routers, folder / "bundle", pieces, batch=True, **options)
 
@@ -60,19 +60,19 @@ class Made:
             return full_reference(self.source, ids, 1).logits
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, traces: Callable) -> Made:
-    return Made(request.param, tmp_path_factory.mktemp("plain"), traces)
+@pytest.fixture(scope="module", params=tiers.exhaustive_but(FAMILIES, [*FAMILIES, *FURTHER]))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(request.param, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
-def int8(tmp_path_factory: pytest.TempPathFactory, traces: Callable) -> Made:
-    return Made("llama", tmp_path_factory.mktemp("int8"), traces, kv_cache=INT8_KV)
+def int8(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made("llama", tmp_path_factory.mktemp("int8"), kv_cache=INT8_KV)
 
 
 @pytest.fixture(scope="module")
-def propagating(tmp_path_factory: pytest.TempPathFactory, traces: Callable) -> Made:
-    return Made("llama", tmp_path_factory.mktemp("propagating"), traces, PROPAGATE)
+def propagating(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made("llama", tmp_path_factory.mktemp("propagating"), PROPAGATE)
 
 
 def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:

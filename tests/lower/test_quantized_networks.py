@@ -25,7 +25,6 @@ from tide_export.quantize.fp8 import quantize_to_fp8, round_to_fp8
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.rounding import round_for_tensorrt
 from tide_export.routers.random_routers import random_routers
-from tide_export.trace.tracer import trace
 
 CAPACITY, CHECKPOINT = 48, 2
 HALF = np.dtype(np.float16)
@@ -43,11 +42,11 @@ def quantized(matrices: str) -> SourceModel:
 
 
 @pytest.fixture(scope="module", params=["int4", "fp8"])
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, traces):
     """The kind of the matrices, the model that computes with them, its routers, and its networks' folder."""
     source, folder = quantized(request.param), tmp_path_factory.mktemp("networks")
     routers = random_routers(source, (CHECKPOINT,), range(3, 43), bottleneck=16)
-    pieces = cut(trace(source, routers.checkpoints, bound(source)), CAPACITY)
+    pieces = cut(traces(source, routers.checkpoints, bound(source)), CAPACITY)
     check_pieces(pieces, "fp16")
     for precision in ("fp16", "fp32"):
         networks = networks_for_tensorrt(pieces, routers.arrays(), None, CAPACITY, precision, source.quantized)

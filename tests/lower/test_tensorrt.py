@@ -23,7 +23,6 @@ from tide_export.names import segment_networks as names
 from tide_export.names.networks import AFTER_SEGMENTS, HEAD, segment_name
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_EXIT
 from tide_export.routers.random_routers import random_routers
-from tide_export.trace.tracer import trace
 
 CAPACITY, CHECKPOINT, WIDTH = 48, 2, 64
 RNG = np.random.default_rng(0)
@@ -41,8 +40,8 @@ def routers(source):
 
 
 @pytest.fixture(scope="module")
-def pieces(source, routers):
-    return cut(trace(source, routers.checkpoints, bound(source)), CAPACITY)
+def pieces(source, routers, traces):
+    return cut(traces(source, routers.checkpoints, bound(source)), CAPACITY)
 
 
 @pytest.fixture(scope="module")
