@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 from tiny_configs import small_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -91,11 +92,12 @@ def trained(model: Path, text: str, tmp_path_factory: pytest.TempPathFactory):
 
 def test_early_layers_learn_and_full_depth_stays(demo_model: Path, tmp_path: Path) -> None:
     text = str(ROOT / "calibration" / "text" / "python-stdlib.jsonl")
-    settings = config(text, tokens=25 * 256, length=64, held_out_tokens=512, full_weight=2.0, save_minutes=5.0)
-    report = adapt(str(demo_model), tmp_path / "out", settings)
+    steps, length, measured, gains = tiers.sized((15, 32, 256, (0.0, 0.1)), (25, 64, 512, (0.03, 0.03)))
+    given = {"tokens": steps * 4 * length, "length": length, "held_out_tokens": measured}
+    report = adapt(str(demo_model), tmp_path / "out", config(text, **given, full_weight=2.0, save_minutes=5.0))
     assert report is not None
-    for layers in (1, 2):
-        assert report.after.agreement[layers - 1] > report.before.agreement[layers - 1] + 0.03
+    for before, after, gain in zip(report.before.agreement, report.after.agreement, gains, strict=False):
+        assert after > before + gain
     assert report.same_tokens > 0.75
     assert report.after.perplexity < 1.2 * report.before.perplexity
 
@@ -143,6 +145,7 @@ def test_automatic_precision_stays_what_it_was(
     assert [bf16 for _, bf16 in steps] == [fast is torch.bfloat16] * 5
 
 
+@pytest.mark.exhaustive  # docs/guide/early-exit-training.md calibrates such an output in make test
 def test_the_output_exports(trained, text: str, tmp_path: Path) -> None:
     settings = {"checkpoints": (1, 2), "min_layers": 1, "calibration_samples": 12, "calibration_length": 32}
     given = TideConfig(**settings, calibration_dataset=text, router_epochs=1, router_bottleneck_dim=8)
