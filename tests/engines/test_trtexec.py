@@ -71,6 +71,6 @@ def test_inspect_prints_a_command_a_network(demo_bundle: Path, commands, capsys:
     assert all("'--decomposableAttentions=*'" in line for line in printed)  # a shell would expand it
 
 
-def test_a_bundle_without_networks_has_none(propagating_bundle: Path) -> None:
+def test_a_bundle_without_networks_has_none(tiny_llama) -> None:
     with pytest.raises(BundleError, match="'p' holds no segment networks: export it with --target tensorrt"):
-        trtexec_lines(open_bundle(propagating_bundle, verify=False).manifest, "p")
+        trtexec_lines(open_bundle(tiny_llama.propagating, verify=False).manifest, "p")
