@@ -10,6 +10,7 @@ import pytest
 from bundles import make_manifest
 from command_line import refused
 from onnx import TensorProto, helper
+from tiny_engines import TinyLlama
 
 from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, NetworksInfo, Profile
 from tide_export.bundle.file_names import (
@@ -249,9 +250,9 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture, op
     assert says in refused(capsys, "inspect", tiny(tmp_path), *options)
 
 
-def test_bundles_without_networks_with_experts_or_damaged_are_refused(tmp_path: Path, propagating_bundle: Path) -> None:
+def test_bundles_without_networks_with_experts_or_damaged_are_refused(tmp_path: Path, tiny_llama: TinyLlama) -> None:
     with pytest.raises(BundleError, match="holds no segment networks: export it with --target tensorrt"):
-        line_of(propagating_bundle)
+        line_of(tiny_llama.propagating)
     choice = helper.make_node("Gather", ["experts", "chosen"], ["matrices"])
     with pytest.raises(BundleError, match="has experts, and of how many a token reads the weights is not known"):
         line_of(tiny(tmp_path, segment_01=network(choice, experts=(0, 9, 3))))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import report_data
+import tiers
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from report_reader import read
@@ -94,7 +95,7 @@ def test_every_picture_is_one_and_the_dark_ones_are_dark(page):
             picture = imread(io.BytesIO(base64.b64decode(source.split(",")[1])), format="png")
             assert picture.shape[0] > 300
             assert (picture[2, 2, :3].mean() > 0.5) == is_light
-            assert len(np.unique(picture[::3, ::3, :3].reshape(-1, 3), axis=0)) > 12  # something is drawn
+            assert len(np.unique(picture[::5, ::5, :3].reshape(-1, 3), axis=0)) > 12  # something is drawn
 
 
 def test_the_overview_beside_it(written):
@@ -153,10 +154,13 @@ DEGENERATE = {
 }
 
 
+DRAWN = tiers.sized({"two tokens"}, {case for case in DEGENERATE if "example" not in case})
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("case", DEGENERATE)
 def test_degenerate_cases_are_written(case, tmp_path, monkeypatch, request):
-    if "example" in case:  # which no picture shows
+    if case not in DRAWN:  # no picture shows examples
         request.getfixturevalue("unpictured")
     drawn = plots.pngs  # in one theme: they differ in colours alone, and `written` has both
     monkeypatch.setattr(plots, "pngs", lambda panel, light, *others: drawn(panel, light) * (1 + len(others)))

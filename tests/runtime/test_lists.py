@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundles import without
+from tiny_engines import TinyLlama
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
@@ -144,6 +145,6 @@ def test_a_bundle_without_networks_for_batches(demo_bundle: Path, tmp_path: Path
         engine.generate([[5], [6]], max_new_tokens=2)
 
 
-def test_a_propagating_bundle_takes_no_drafts(propagating_bundle: Path) -> None:
+def test_a_propagating_bundle_takes_no_drafts(tiny_llama: TinyLlama) -> None:
     with pytest.raises(GenerationError, match="propagates"):
-        load(propagating_bundle, threads=1).generate([[5], [6]], max_new_tokens=2, mode="lossless")
+        tiny_llama.graph(tiny_llama.propagating).generate([[5], [6]], max_new_tokens=2, mode="lossless")
