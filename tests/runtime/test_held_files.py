@@ -207,7 +207,7 @@ def test_loads_while_bundles_are_replaced(tmp_path: Path) -> None:
     shutil.copytree(models[0], target)
     engine, found = opens(target), set()
     with replacing(target, models):
-        for _ in range(tiers.sized(30, 100)):
+        for _ in range(tiers.sized(20, 100)):
             engine = opens(target)
             found.add(engine.generate([1, 2], max_new_tokens=8).tokens[-1])
     assert found == wanted
