@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import tiers
+from known_skips import KnownSkips
 
 from tide_export.common.version import __version__
 
@@ -47,6 +48,10 @@ def operator_library() -> Path:
     from tide_export.runtime.native import LIBRARY
 
     return LIBRARY
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(KnownSkips())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
