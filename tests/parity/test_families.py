@@ -79,8 +79,8 @@ def test_every_form_of_a_family_is_equal(family: str, tmp_path: Path) -> None:
         exits: set[int] = set()
         middle = dividing_thresholds(source, routers, PROMPTS[2])
         count = len(checkpoints)
-        settings = [([0.3] * count, 1), ([0.7] * count, 4), (middle, 16), (middle, 1)]
-        settings += [([NEVER_EXIT, *middle[1:]], 4)] if count > 1 else []
+        settings = [([0.3] * count, 1), ([0.7] * count, 4), (middle, 16)]
+        settings += tiers.sized([], [(middle, 1)]) + [([NEVER_EXIT, *middle[1:]], 4)] * (count > 1)
         for thresholds, max_pending in settings:
             check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, max_pending)
             assert check.holds, (thresholds, max_pending, check.differences)
@@ -157,7 +157,7 @@ def check_segments(family: str, source, routers, folder: Path, pieces, threshold
     check_drafts(family, engine, source)
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences
-    for max_pending in (1, 16):
+    for max_pending in tiers.sized((16,), (1, 16)):
         check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, max_pending)
         assert check.holds, (max_pending, check.differences)
 
