@@ -1,12 +1,9 @@
 """Lossless mode for a list of prompts: the full model's tokens, whoever else drafts, verifies, is rewound meanwhile."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tiers
-from bundles import with_manifest
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.runtime.engine import Engine, load
@@ -47,36 +44,6 @@ def mixed(engine: Engine, demo_text_ids: list[int]) -> list[float]:
 
 def tokens_of(generations: list[Generation]) -> list[list[int]]:
     return [one.tokens for one in generations]
-
-
-@pytest.mark.parametrize(
-    ("exits", "max_pending", "lookup"), [("mixed", 1, 0), ("mixed", 4, 5), ("always", 4, 0), ("always", 2, 5)]
-)
-def test_greedy_tokens_are_the_full_model_s(
-    engine: Engine,
-    prompts: list[list[int]],
-    full: list[list[int]],
-    mixed: list[float],
-    exits: str,
-    max_pending: int,
-    lookup: int,
-) -> None:
-    options = {"threshold": mixed if exits == "mixed" else ALWAYS, "max_pending": max_pending, "prompt_lookup": lookup}
-    options |= {"mode": "lossless", "stop_token_ids": []}
-    together = {
-        share: engine.generate(prompts, max_new_tokens=NEW_TOKENS, compaction_threshold=share, **options)
-        for share in (None, 0.5, 1.0)
-    }
-    for found in together.values():
-        assert tokens_of(found) == full
-        for one in found:
-            stats = one.stats
-            assert stats.total_tokens == NEW_TOKENS
-            assert stats.total_exited + stats.lookup_accepted == stats.accepted
-            assert stats.remaining_tokens == NEW_TOKENS - stats.accepted
-    drafted, accepted = (sum(getattr(one.stats, name) for one in together[None]) for name in ("drafted", "accepted"))
-    assert 0 < accepted < drafted, "drafts stand, and fall"
-    assert (sum(one.stats.lookup_drafted for one in together[None]) > 0) == bool(lookup)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -122,72 +89,6 @@ def test_no_more_logits_come_than_a_sequence_had_tokens(engine: Engine, prompts:
     expected = engine.start([NEVER_EXIT] * 3).step(prompts[3], logits_to_keep=9).position_logits
     np.testing.assert_allclose(result[other].position_logits, expected, atol=1e-4)
     assert len(result[one].position_logits) == 1
-
-
-def test_drawn_tokens_are_those_drawn_alone(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
-    """Also where others verify in between: the random numbers are used up in the same order."""
-    options = {"mode": "lossless", "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
-    seeds = [3, 1, 4, 1, 5, 9]
-    many = [
-        engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, compaction_threshold=share, **options)
-        for share in (1.0, 0.0)
-    ]
-    alone = [
-        engine.generate(ids, max_new_tokens=NEW_TOKENS, seed=seed, **options)
-        for ids, seed in zip(prompts, seeds, strict=True)
-    ]
-    assert tokens_of(many[0]) == tokens_of(alone)
-    assert tokens_of(many[1]) == tokens_of(alone), "also where they are verified for the sake of others"
-    drawn = {"mode": "full", "temperature": 0.9, "top_p": 0.95, "max_new_tokens": NEW_TOKENS}
-    assert tokens_of(alone) == tokens_of(engine.generate(prompts, seed=seeds, **drawn))
-    drafted, accepted = (sum(getattr(one.stats, name) for one in many[0]) for name in ("drafted", "accepted"))
-    assert 0 < accepted < drafted
-    assert tokens_of(alone) != tokens_of(engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options))
-
-
-@pytest.mark.parametrize("lookup", [0, 7])
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_stop_token_ends_its_own_sequence(
-    engine: Engine, prompts: list[list[int]], full: list[list[int]], share: float, lookup: int
-) -> None:
-    stops = [full[0][2], full[3][7], full[4][11]]
-    options = {"threshold": ALWAYS, "max_pending": 5, "prompt_lookup": lookup, "stop_token_ids": stops}
-    found = engine.generate(prompts, max_new_tokens=NEW_TOKENS, mode="lossless", compaction_threshold=share, **options)
-    for one, tokens in zip(found, full, strict=True):
-        end = next((number for number, token in enumerate(tokens) if token in stops), None)
-        assert one.tokens == (tokens if end is None else tokens[: end + 1])
-        assert one.finish_reason == ("length" if end is None else "stop")
-    assert len({len(one.tokens) for one in found}) > 2
-
-
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_not_one_token_more_than_asked_for(
-    engine: Engine, prompts: list[list[int]], full: list[list[int]], most: int
-) -> None:
-    found = engine.generate(prompts, max_new_tokens=most, mode="lossless", threshold=ALWAYS, stop_token_ids=[])
-    assert tokens_of(found) == [tokens[:most] for tokens in full]
-    assert engine.generate(np.zeros((0, 3), int), max_new_tokens=most, mode="lossless") == []
-
-
-@pytest.mark.parametrize("lookup", [0, 6])
-def test_the_context_is_filled_to_its_last_place(
-    engine: Engine, prompts: list[list[int]], full: list[list[int]], lookup: int, tmp_path: Path
-) -> None:
-    """Contexts that end at many places of a block, each with another sequence that goes on a little."""
-    for room in tiers.sized((0, 2), (0, 1, 2, 5, 8)):
-        model = replace(engine.manifest.model, context_length=LENGTHS[1] + room)
-        short = load(with_manifest(engine.bundle.path, tmp_path, model=model), threads=1, verify=False)
-        one, other = short.generate(
-            [prompts[1], prompts[0]],
-            max_new_tokens=15,
-            mode="lossless",
-            threshold=ALWAYS,
-            max_pending=4,
-            prompt_lookup=lookup,
-            stop_token_ids=[],
-        )
-        assert (one.tokens, one.finish_reason) == (full[1][: room + 1], "context")
-        assert (other.tokens, other.finish_reason) == (full[0][:15], "length")
 
 
 def test_more_prompts_than_places(

@@ -5,12 +5,10 @@ import random
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from bundles import without
 from caller_networks import CallersNetworks, Run, callers_engine
 from judge import TEXT
 from tiny_engines import TinyLlama
@@ -19,7 +17,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError, QueueFullError
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import HEAD, segment_name
-from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
@@ -299,9 +297,3 @@ def test_a_signal_ends_a_list_between_two_steps(
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[5], [6]], max_new_tokens=50, mode="full", stop_token_ids=[])
     assert len(networks.runs) < 20, "50 steps have 250"
-
-
-def test_a_bundle_without_networks_for_batches_is_refused(tiny_llama: TinyLlama, tmp_path: Path) -> None:
-    engine = load(without(tiny_llama.exact, tmp_path / "smaller", "batch/"), provider="cpu", threads=1)
-    with pytest.raises(GenerationError, match="no networks for batches"):
-        engine.scheduler(SchedulerLimits(slots=4))

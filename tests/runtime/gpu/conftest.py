@@ -63,6 +63,14 @@ def engine(tiny_llama: TinyLlama, device: FakeCudart | None) -> Engine:
     return tiny_llama.networks() if device is None else callers_engine(open_bundle(tiny_llama.exact), device)[0]
 
 
+@pytest.fixture(scope="module", params=["graph", "host", "gpu"])
+def batching(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Engine:
+    """On the graph and its networks for batches, or on segment networks."""
+    if request.param == "gpu":
+        return callers_engine(open_bundle(tiny_llama.exact), request.getfixturevalue("machine"))[0]
+    return tiny_llama.networks() if request.param == "host" else tiny_llama.graph(tiny_llama.exact)
+
+
 @pytest.fixture
 def callers(tiny_llama: TinyLlama, device: FakeCudart | None) -> Callers:
     """The same on networks that a test changes."""

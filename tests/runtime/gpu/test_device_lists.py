@@ -1,5 +1,6 @@
-"""Lists of prompts and requests on segment networks, on the host and on the stand-in GPU: each sequence has the tokens
-and exits that it has alone on the graph, and runs are planned as cpp/src/segmented/run_plan.h says."""
+"""Lists of prompts and requests, on the graph's networks for batches and on segment networks, on the host and on the
+stand-in GPU: each sequence has the tokens and exits that it has alone on the graph, and runs of segment networks are
+planned as cpp/src/segmented/run_plan.h says."""
 
 import threading
 from dataclasses import replace
@@ -29,14 +30,14 @@ SLOTS = 3
 
 @pytest.mark.parametrize("max_pending", [0, 1, 4, 16])
 def test_tokens_and_exits_are_those_of_each_prompt_alone(
-    graph: Engine, engine: Engine, thresholds: list[float], max_pending: int
+    graph: Engine, batching: Engine, thresholds: list[float], max_pending: int
 ) -> None:
     """Five prompts in three slots: as one ends the next takes its place, with K/V of another left in it."""
     options = {"threshold": thresholds, "max_pending": max_pending, "min_layers": 0}
     expected = alone(graph, **options)
     assert {layers for one in expected for layers in one.stats.exit_layer} == {*CHECKPOINTS, LAYERS}
     for share in (1.0, 0.5, 0.0):
-        found = together(engine, compaction_threshold=share, **options)
+        found = together(batching, compaction_threshold=share, **options)
         assert [exits(one) for one in found] == [exits(one) for one in expected]
         if share == 1.0:
             assert [facts(one) for one in found] == [facts(one) for one in expected]
@@ -48,26 +49,35 @@ def test_tokens_and_exits_are_those_of_each_prompt_alone(
     "options", [{"mode": "full"}, {"temperature": 0.9}, {"temperature": 1.1, "top_k": 40}], ids=str
 )
 def test_full_depth_and_random_numbers_of_each(
-    graph: Engine, engine: Engine, thresholds: list[float], options: dict[str, Any]
+    graph: Engine, batching: Engine, thresholds: list[float], options: dict[str, Any]
 ) -> None:
     if "temperature" in options:
         options = options | {"threshold": thresholds, "min_layers": 0, "seed": [3, 1, 4, 1, 5]}
-    assert [exits(one) for one in together(engine, **options)] == [exits(one) for one in alone(graph, **options)]
+    assert [exits(one) for one in together(batching, **options)] == [exits(one) for one in alone(graph, **options)]
 
 
-def test_the_context_is_the_end_of_one(graph: Engine, engine: Engine, thresholds: list[float]) -> None:
+def test_sequences_end_one_by_one(graph: Engine, batching: Engine) -> None:
+    tokens = tokens_of(alone(graph, mode="full"))
+    options = {"mode": "full", "stop_token_ids": [tokens[0][2], tokens[3][7]]}
+    found = together(batching, **options)
+    assert [facts(one) for one in found] == [facts(one) for one in alone(graph, **options)]
+    assert len({len(one.tokens) for one in found}) > 1
+    assert "stop" in {one.finish_reason for one in found}
+
+
+def test_the_context_is_the_end_of_one(graph: Engine, batching: Engine, thresholds: list[float]) -> None:
     prompts = [[5, 6], [TEXT[i % 40] for i in range(CONTEXT - 3)], [8]]
     expected = alone(graph, prompts, threshold=thresholds, min_layers=0)
     assert [one.finish_reason for one in expected] == ["length", "context", "length"]
-    found = together(engine, prompts, threshold=thresholds, min_layers=0)
+    found = together(batching, prompts, threshold=thresholds, min_layers=0)
     assert [exits(one) for one in found] == [exits(one) for one in expected]
 
 
-def test_requests_that_come_and_go(graph: Engine, engine: Engine, thresholds: list[float]) -> None:
+def test_requests_that_come_and_go(graph: Engine, batching: Engine, thresholds: list[float]) -> None:
     """In two slots, long prompts in parts, and one request is cancelled."""
     options = {"threshold": thresholds, "max_pending": 4, "min_layers": 0}
     wanted = [*PROMPTS, *PROMPTS[::-1]]
-    scheduler = engine.scheduler(SchedulerLimits(slots=2, prompt_tokens=20), 1.0)
+    scheduler = batching.scheduler(SchedulerLimits(slots=2, prompt_tokens=20), 1.0)
     given = options | {"max_new_tokens": NEW_TOKENS, "stop_token_ids": []}
     cancelled, *handles = (scheduler.submit(prompt, **given) for prompt in [TEXT, *wanted])
     scheduler.step()
@@ -78,14 +88,14 @@ def test_requests_that_come_and_go(graph: Engine, engine: Engine, thresholds: li
     assert scheduler.running == 0
 
 
-def test_lists_in_threads_are_independent(graph: Engine, engine: Engine, thresholds: list[float]) -> None:
+def test_lists_in_threads_are_independent(graph: Engine, batching: Engine, thresholds: list[float]) -> None:
     """Lists of several lengths at once, each in buffers of its own."""
     options = {"threshold": thresholds, "min_layers": 0}
     expected = [exits(one) for one in alone(graph, **options)]
     found: dict[int, list[tuple]] = {}
 
     def work(size: int) -> None:
-        found[size] = [exits(one) for one in together(engine, PROMPTS[:size], **options)]
+        found[size] = [exits(one) for one in together(batching, PROMPTS[:size], **options)]
 
     threads = [threading.Thread(target=work, args=(size,)) for size in (2, 3, 5)]
     for thread in threads:

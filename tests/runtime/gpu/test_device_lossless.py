@@ -1,5 +1,5 @@
-"""Lossless mode for lists on segment networks, on the host and on the stand-in GPU: the full model's tokens, whoever
-else drafts, verifies and is rewound meanwhile, and the drafts of the graph."""
+"""Lossless mode for lists, on the graph's networks for batches and on segment networks, on the host and on the stand-in
+GPU: the full model's tokens, whoever else drafts, verifies and is rewound meanwhile, and the drafts of the graph."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,14 +52,16 @@ def options(thresholds: list[float]) -> Options:
     }
 
 
-@pytest.mark.parametrize(
+EXITS = pytest.mark.parametrize(
     ("exits", "max_pending", "lookup"),
     [("mixed", 1, 0), ("mixed", 4, 6), ("always", 4, 0), ("always", 2, 6), ("never", 4, 20)],
 )
+
+
+@EXITS
 def test_greedy_tokens_are_the_full_model_s(
     graph: Engine,
-    engine: Engine,
-    eight: Engine,
+    batching: Engine,
     full: list[list[int]],
     options: Options,
     exits: str,
@@ -68,15 +70,14 @@ def test_greedy_tokens_are_the_full_model_s(
 ) -> None:
     given = options(exits, max_pending, lookup)
     for share in (None, 0.5, 1.0):  # whoever comes along: the very decisions of the graph
-        found, expected = (together(one, THREE, compaction_threshold=share, **given) for one in (engine, graph))
+        found, expected = (together(one, THREE, compaction_threshold=share, **given) for one in (batching, graph))
         assert [facts(one) for one in found] == [facts(one) for one in expected]
     assert tokens_of(found) == tokens_of(alone(graph, THREE, **given))
     drafted, accepted = (sum(getattr(one.stats, name) for one in found) for name in ("drafted", "accepted"))
     assert accepted < drafted
     assert accepted > 0 or exits == "always", "exits that are always rejected are given up"
     assert (sum(one.stats.lookup_drafted for one in found) > 0) == bool(lookup)
-    assert tokens_of(together(engine, **given)) == full
-    assert tokens_of(together(eight, PROMPTS + PROMPTS[::-1], **given)) == full + full[::-1]
+    assert tokens_of(together(batching, **given)) == full
 
 
 @pytest.mark.parametrize("slots", range(1, 9))
@@ -86,16 +87,24 @@ def test_any_number_of_slots(eight: Engine, full: list[list[int]], options: Opti
     assert tokens_of(found) == [full[number % 5][:9] for number in range(slots)]
 
 
+@EXITS
+def test_more_tokens_are_verified_than_a_run_takes_of_each(
+    eight: Engine, full: list[list[int]], options: Options, exits: str, max_pending: int, lookup: int
+) -> None:
+    found = together(eight, PROMPTS + PROMPTS[::-1], **options(exits, max_pending, lookup))
+    assert tokens_of(found) == full + full[::-1]
+
+
 def test_drawn_tokens_are_those_drawn_alone_and_at_full_depth(
-    graph: Engine, engine: Engine, thresholds: list[float]
+    graph: Engine, batching: Engine, thresholds: list[float]
 ) -> None:
     drawn = {"temperature": 0.3, "top_k": 2, "seed": [3, 1, 4, 1, 5], "max_new_tokens": 16}
     given = LOSSLESS | drawn | {"threshold": thresholds, "max_pending": 3}
     expected = alone(graph, **given)
-    found = together(engine, compaction_threshold=1.0, **given)
+    found = together(batching, compaction_threshold=1.0, **given)
     assert tokens_of(found) == tokens_of(expected)
-    assert tokens_of(together(engine, **given)) == tokens_of(expected), "also where they are verified with others"
-    assert tokens_of(expected) == tokens_of(together(engine, mode="full", **drawn))
+    assert tokens_of(together(batching, **given)) == tokens_of(expected), "also where they are verified with others"
+    assert tokens_of(expected) == tokens_of(together(batching, mode="full", **drawn))
     drafted, accepted = (sum(getattr(one.stats, name) for one in found) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
 
@@ -103,32 +112,36 @@ def test_drawn_tokens_are_those_drawn_alone_and_at_full_depth(
 @pytest.mark.parametrize("lookup", [0, 7])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_stop_token_ends_its_own_sequence(
-    engine: Engine, full: list[list[int]], options: Options, share: float, lookup: int
+    batching: Engine, full: list[list[int]], options: Options, share: float, lookup: int
 ) -> None:
     stops = [full[1][4], full[3][6], full[4][7]]
     given = options("always", 5, lookup) | {"stop_token_ids": stops}
-    for one, tokens in zip(together(engine, compaction_threshold=share, **given), full, strict=True):
+    for one, tokens in zip(together(batching, compaction_threshold=share, **given), full, strict=True):
         end = next((number for number, token in enumerate(tokens) if token in stops), None)
         assert one.tokens == (tokens if end is None else tokens[: end + 1])
         assert one.finish_reason == ("length" if end is None else "stop")
 
 
 @pytest.mark.parametrize("lookup", [0, 6])
-def test_the_context_is_filled_to_its_last_place(graph: Engine, engine: Engine, options: Options, lookup: int) -> None:
+def test_the_context_is_filled_to_its_last_place(
+    graph: Engine, batching: Engine, options: Options, lookup: int
+) -> None:
     """What is verified ends with the buffers, so that it can hardly be padded, beside sequences that go on."""
     for room in (0, 1, 3, 6):
         prompts = [[5, 6], [TEXT[i % 40] for i in range(CONTEXT - room)], [8]]
         expected = alone(graph, prompts, mode="full", max_new_tokens=12)
         assert [one.finish_reason for one in expected] == ["length", "context", "length"]
-        found = together(engine, prompts, **options("always", 4, lookup) | {"max_new_tokens": 12})
+        found = together(batching, prompts, **options("always", 4, lookup) | {"max_new_tokens": 12})
         assert [(one.tokens, one.finish_reason) for one in found] == [
             (one.tokens, one.finish_reason) for one in expected
         ]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_not_one_token_more_than_asked_for(engine: Engine, full: list[list[int]], options: Options, most: int) -> None:
-    found = together(engine, **options("always", 4, 6) | {"max_new_tokens": most})
+def test_not_one_token_more_than_asked_for(
+    batching: Engine, full: list[list[int]], options: Options, most: int
+) -> None:
+    found = together(batching, **options("always", 4, 6) | {"max_new_tokens": most})
     assert tokens_of(found) == [tokens[:most] for tokens in full]
 
 
@@ -143,6 +156,6 @@ def test_coming_along_saves_runs_of_the_last_segment(on_host: tuple[Engine, Call
     assert deep[None] < deep[1.0]
 
 
-def test_no_more_is_drafted_than_the_buffers_and_a_run_hold(engine: Engine, full: list[list[int]]) -> None:
-    free = engine.drafting_as(Drafting((ALWAYS, ALWAYS), 40, 0, (0.0, 0.0), (0.0,) * len(DEFAULT_VERIFY_COSTS), {}))
+def test_no_more_is_drafted_than_the_buffers_and_a_run_hold(batching: Engine, full: list[list[int]]) -> None:
+    free = batching.drafting_as(Drafting((ALWAYS, ALWAYS), 40, 0, (0.0, 0.0), (0.0,) * len(DEFAULT_VERIFY_COSTS), {}))
     assert tokens_of(together(free, max_new_tokens=NEW_TOKENS, **LOSSLESS)) == full
