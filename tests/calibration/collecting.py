@@ -1,22 +1,24 @@
-"""Not a test: what `test_distributed` and `test_state_store` start in other processes, to share work or be killed.
+"""Not a test: what `test_distributed` starts, two processes that share the work of collecting, one of which dies.
 
-    python collecting.py OUT [FOLDER [DIE_AT [RANK]]]
+    python collecting.py OUT FOLDER DIE_AT RANK
 
-Collects from the demo model and writes the sample to OUT/<rank>.npz; with DIE_AT the process RANK kills itself before
-its batch with that number (from 0).
+Loads PyTorch and the demo model once, and forks a process for each rank, as a launcher starts them. Each would write
+its sample to OUT/<rank>.npz; the process RANK kills itself before its batch number DIE_AT (from 0). Prints how they ended.
 """
 
+import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
+import accelerate  # noqa: F401  (once, and not in each process)
 import numpy as np
 
 from tide_export.calibration import state_store as store
 from tide_export.calibration.collect import collect
 from tide_export.calibration.config import TideConfig
-from tide_export.calibration.distributed import Processes
 from tide_export.data.sequences import TokenSequence
 from tide_export.model.source import load_model
 
@@ -39,22 +41,38 @@ def arrays(sample) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    out, folder, die_at, rank, *_ = [*sys.argv[1:], "", "", "0"]
+    out, folder, die_at, dying = sys.argv[1:]
     store.FLUSH_SECONDS = 0.0  # so that a batch is kept as soon as it was run
     source = load_model(Path(__file__).parents[2] / "demo" / "demo-llama")
-    processes = Processes.current()
-    put, calls = store.FolderStore.put, [0]
+    started = []
+    for rank in range(2):
+        process = os.fork()
+        if process == 0:
+            run(source, rank, Path(out), Path(folder), int(die_at) if rank == int(dying) else None)
+        started.append(process)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started]))
 
-    def die(self, *args):
-        if calls[0] == int(die_at) and processes.rank == int(rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-        calls[0] += 1
-        put(self, *args)
 
-    if die_at:
+def run(source, rank: int, out: Path, folder: Path, die_at: int | None) -> None:
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        put, calls = store.FolderStore.put, [0]
+
+        def die(self, *args):
+            if calls[0] == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls[0] += 1
+            put(self, *args)
+
         store.FolderStore.put = die
-    sample = sample_of(source, Path(folder) if folder else None)
-    np.savez(Path(out) / f"{processes.rank}.npz", **arrays(sample))
+        np.savez(out / f"{rank}.npz", **arrays(sample_of(source, folder)))
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

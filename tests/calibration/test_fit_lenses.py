@@ -21,14 +21,16 @@ CHECKPOINTS = (4, 8)
 
 
 def config(**options):
-    return TideConfig.from_options(**({"lens_rank": 16, "lens_epochs": 1, "exit_strategy": "lens"} | options))
+    return TideConfig.from_options(
+        **({"lens_rank": 16, "lens_epochs": 1, "exit_strategy": "lens", "calibration_batch": 4} | options)
+    )
 
 
 @pytest.fixture(scope="module")
 def text(demo, tokenizer):
     """Sequences of some thousand training tokens, a sample of some of these, so that the model runs again, and a sample
     of a fifth of that from other documents."""
-    sequences = list(read_sequences(str(TEXT), tokenizer, length=64, limit=60))
+    sequences = list(read_sequences(str(TEXT), tokenizer, length=64, limit=40))
     documents = sorted({sequence.document for sequence in sequences})
     held = [s for s in sequences if s.document in documents[-len(documents) // 6 :]]
     known = [s for s in sequences if s not in held]
@@ -91,23 +93,15 @@ def test_identity_has_none(demo, text):
 
 
 def test_tokens_bound_what_is_read_and_repeated(demo, text):
+    text = (text[0][:16], *text[1:])
     _, reports = fit_lenses(demo, *text, config(lens_tokens=200), (4,))
-    assert 200 <= reports[4]["tokens"] < 200 + 8 * 64  # whole batches
+    assert 200 <= reports[4]["tokens"] < 200 + 4 * 64  # whole batches
     whole = sum(len(sequence.ids) for sequence in text[0])
     twice = fit_lenses(demo, *text, config(lens_epochs=2, lens_rank=1000), (4,))[1][4]
     assert (twice["tokens"], twice["rank"]) == (2 * whole, 64)  # half the width at most
     half = whole + whole // 2
     part = fit_lenses(demo, *text, config(lens_epochs=2, lens_tokens=half, calibration_batch=1), (4,))[1][4]
     assert half <= part["tokens"] < 2 * whole
-
-
-def test_the_same_again_whatever_the_global_generator(demo, text, fitted):
-    torch.manual_seed(99)
-    before = torch.get_rng_state()
-    again, reports = fit_lenses(demo, *text, config(), CHECKPOINTS)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert reports == fitted[1]
-    assert all(same(again[layers], fitted[0][layers]) for layers in CHECKPOINTS)
 
 
 def test_they_are_frozen_and_the_model_untouched(demo, fitted):
@@ -151,11 +145,13 @@ def test_auto_uses_one_only_where_it_saves_more_than_it_costs(demo, text, fitted
         lenses, reports = fit_lenses(demo, *text, config(exit_strategy="auto"), CHECKPOINTS)
     assert lenses == {}
     assert {report["reason"] for report in reports.values()} == {module.COSTS_MORE}
-    assert reports[4]["tokens"] < 0.5 * fitted[1][4]["tokens"]  # given up early
+    assert reports[4]["tokens"] < 0.6 * fitted[1][4]["tokens"]  # given up early
     assert "exits use the model's own states" in caplog.text
 
 
-def test_a_killed_run_resumes_to_the_same_lenses(demo, text, fitted, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_to_the_same_lenses_whatever_the_global_generator(
+    demo, text, fitted, tmp_path, monkeypatch
+):
     monkeypatch.setattr(lens_checkpoint, "SAVE_SECONDS", 0.0)
     passes = []
     run = type(demo).raw_states
@@ -166,11 +162,14 @@ def test_a_killed_run_resumes_to_the_same_lenses(demo, text, fitted, tmp_path, m
             raise KeyboardInterrupt
         return run(*arguments)
 
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
     monkeypatch.setattr(type(demo), "raw_states", dies)
     with pytest.raises(KeyboardInterrupt):
         fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)
     lenses, reports = fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)
     total = len(passes) - 1
+    assert torch.equal(torch.get_rng_state(), before)
     assert reports == fitted[1]
     assert all(same(lenses[layers], fitted[0][layers]) for layers in CHECKPOINTS)
     again, _ = fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)  # complete: only read

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 
 import tide_export
@@ -35,6 +36,9 @@ def config(**options):
     return TideConfig.from_options(**(given | options))
 
 
+LENSES = {"exit_strategy": "lens", "lens_rank": 4, "lens_epochs": 1}
+
+
 @pytest.fixture(scope="module")
 def calibration(demo, tokenizer):
     return calibrate(demo, tokenizer, config())
@@ -43,6 +47,11 @@ def calibration(demo, tokenizer):
 @pytest.fixture(scope="module")
 def made(calibration):
     return calibration.routers
+
+
+@pytest.fixture(scope="module")
+def lensed(demo, tokenizer):
+    return calibrate(demo, tokenizer, config(**LENSES))
 
 
 def same_weights(one, other):
@@ -143,16 +152,16 @@ def test_survives_the_file(made, tmp_path):
     assert same_weights(loaded, made)
 
 
-@pytest.mark.parametrize("options", [{}, {"exit_strategy": "lens", "lens_rank": 4, "lens_epochs": 1}])
-def test_repeats_exactly(demo, tokenizer, options):
-    first, again = (calibrate(demo, tokenizer, config(**options)).routers for _ in range(2))
+@pytest.mark.parametrize(("first", "options"), [("calibration", {}), ("lensed", LENSES)])
+def test_repeats_exactly(demo, tokenizer, request, first, options):
+    first, again = request.getfixturevalue(first).routers, calibrate(demo, tokenizer, config(**options)).routers
     assert again.provenance == first.provenance
     assert same_weights(again, first)
 
 
 @pytest.mark.parametrize("strategy", ["lens", "auto"])
-def test_lenses_are_fitted_to_the_training_split_and_reported(demo, tokenizer, strategy):
-    made = calibrate(demo, tokenizer, config(exit_strategy=strategy, lens_rank=4, lens_epochs=1))
+def test_lenses_are_fitted_to_the_training_split_and_reported(demo, tokenizer, lensed, strategy):
+    made = lensed if strategy == "lens" else calibrate(demo, tokenizer, config(**LENSES | {"exit_strategy": strategy}))
     routers = made.routers
     reports = {int(layers): record["lens"] for layers, record in routers.provenance["report"].items()}
     assert set(routers.lenses) == {layers for layers, report in reports.items() if report["used"]}
@@ -190,17 +199,13 @@ def test_a_cache_gives_the_same_routers_and_is_read_instead_of_running_the_model
     assert same_weights(first, made)
     assert same_weights(again, made)
     assert again.provenance == made.provenance
+    with pytest.raises(CalibrationError, match="belongs to another calibration"):
+        calibrate(demo, tokenizer, config(checkpoints=(3, 6)), tmp_path / "cache")
 
 
 def calibrate_examples(runs):
     """The passes at the end, one per example of the report."""
     return [layers for layers in runs[-2:] if layers == [3, 9, 12]]
-
-
-def test_a_cache_of_another_calibration_is_refused(demo, tokenizer, tmp_path):
-    calibrate(demo, tokenizer, config(), tmp_path / "cache")
-    with pytest.raises(CalibrationError, match="belongs to another calibration"):
-        calibrate(demo, tokenizer, config(checkpoints=(3, 6)), tmp_path / "cache")
 
 
 def test_one_document_is_split_by_sequence_and_said_so(demo, tokenizer, tmp_path, caplog):
@@ -225,7 +230,7 @@ def test_a_router_that_learned_nothing_is_named(demo, tokenizer, caplog, monkeyp
     assert "the router at checkpoint 9 gives all" not in caplog.text
 
 
-@pytest.mark.parametrize("options", [{}, {"exit_strategy": "lens", "lens_rank": 4, "lens_epochs": 1}])
+@pytest.mark.parametrize("options", tiers.exhaustive_beyond(1, [LENSES, {}]))
 def test_a_checkpoint_with_labels_of_one_class_is_dropped_with_a_warning(demo, tokenizer, caplog, options):
     cosine = config(label="cosine", checkpoints=(1, 9), convergence_threshold=0.975, **options)
     with caplog.at_level(logging.WARNING, logger="tide_export"):
@@ -266,8 +271,8 @@ def test_checkpoints_auto_where_none_pays(demo, tokenizer):
 
 
 def test_sequences_fit_the_models_context(demo, tokenizer):
-    made = calibrate(demo, tokenizer, config(calibration_samples=4, calibration_length=4000))
-    assert made.routers.provenance["tokens"] <= 4 * demo.context_length == 4096
+    made = calibrate(demo, tokenizer, config(calibration_samples=3, calibration_length=4000))
+    assert made.routers.provenance["tokens"] <= 3 * demo.context_length == 3072
 
 
 @pytest.mark.parametrize(
