@@ -249,7 +249,7 @@ class Player:
 
 
 def play(player: Player, usual: int, exhaustive: int, *required: str) -> None:
-    """Plays so many random scripts in `make test` and `make test-all`, and requires that each of some things happens."""
+    """Plays so many random scripts in `make test` and `make test-all`, and requires that some things have happened."""
     drawn = cases(usual, exhaustive, stateful_step_count=30)
     run_state_machine_as_test(lambda: StepMachine(player), settings=drawn)
     missing = [what for what in required if not player.seen[what]]
