@@ -1,7 +1,11 @@
 """Sessions of onnxruntime's own Python package with our operators in it, for graphs that are no bundle."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 
 from tide_export.runtime.native import LIBRARY
@@ -10,6 +14,33 @@ from tide_export.runtime.native import LIBRARY
 def register_operators(options: ort.SessionOptions) -> None:
     """Adds the operators of the library."""
     options.register_custom_ops_library(str(LIBRARY))
+
+
+def opened(
+    model: bytes | onnx.ModelProto | ir.Model, profile: Path | None = None, threads: int = 0, operators: bool = True
+) -> ort.InferenceSession:
+    """A session without messages.
+
+    Args:
+        profile: a folder for what `operators_of` reads.
+        threads: 0: as many as the machine has.
+        operators: with those of the library; else functions in the model, where it has them, compute what they do.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, threads
+    options.enable_cpu_mem_arena = False  # in which a session would keep what its largest run took
+    if operators:
+        register_operators(options)
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile / "profile")
+    proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+    return ort.InferenceSession(proto if isinstance(proto, bytes) else proto.SerializeToString(), options)
+
+
+def operators_of(session: ort.InferenceSession) -> set[str]:
+    """Ends the session's profile; returns the operators that ran."""
+    events = json.loads(Path(session.end_profiling()).read_text())
+    return {event.get("args", {}).get("op_name") for event in events}
 
 
 def session_options(threads: int | None = 1) -> Any:

@@ -3,7 +3,7 @@
     python collecting.py OUT FOLDER DIE_AT RANK
 
 Loads PyTorch and the demo model once, and forks a process for each rank, as a launcher starts them. Each would write
-its sample to OUT/<rank>.npz; process RANK kills itself before its batch number DIE_AT (from 0). Prints how they ended.
+its sample to OUT/<rank>.npz; the process RANK kills itself before its batch number DIE_AT. Prints how they ended.
 """
 
 import json

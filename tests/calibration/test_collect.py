@@ -87,27 +87,37 @@ def test_an_interrupted_run_resumes_to_the_same_bits(demo, sequences, tmp_path, 
     assert all(torch.equal(found.raw[layers], expected.raw[layers]) for layers in LAYERS)
 
 
+def collected(folder, source, text, seed=0, batch=2, capacity=200, layers=LAYERS):
+    return collect(source, text, layers, config(seed=seed, calibration_batch=batch), capacity, "test", folder)
+
+
+@pytest.fixture(scope="module")
+def kept(demo, sequences, tmp_path_factory):
+    """A folder that one calibration has filled."""
+    folder = tmp_path_factory.mktemp("kept")
+    collected(folder, demo, sequences)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"seed": 1}, "plan_sha256"),
-        ({"calibration_batch": 3}, r"batches, plan_sha256"),
+        ({"batch": 3}, r"batches, plan_sha256"),
         ({"capacity": 199}, "kept, plan_sha256"),
         ({"layers": (3, 12)}, "layers"),
-        ({"sequences": 11}, "plan_sha256, seen"),
-        ({"weights": 1}, "weights_sha256"),
+        ({"text": 11}, "plan_sha256, seen"),
+        ({"source": 1}, "weights_sha256"),
     ],
 )
-def test_folder_of_another_plan(demo, sequences, tmp_path, change, named):
-    def run(seed=0, calibration_batch=2, capacity=200, layers=LAYERS, sequences=12, weights=0):
-        source = dataclasses.replace(demo, weights_sha256="0" * 64) if weights else demo
-        options = config(seed=seed, calibration_batch=calibration_batch)
-        return collect(source, text[:sequences], layers, options, capacity, "test", tmp_path)
-
-    text = sequences
-    run()
+def test_folder_of_another_plan(demo, sequences, kept, change, named):
+    given = {"source": demo, "text": sequences} | change
+    if "source" in change:
+        given["source"] = dataclasses.replace(demo, weights_sha256="0" * 64)
+    if "text" in change:
+        given["text"] = sequences[:11]
     with pytest.raises(CalibrationError, match=rf"another calibration \(another {named}\)"):
-        run(**change)
+        collected(kept, **given)
 
 
 def test_ten_times_the_text_takes_no_more_memory(demo, sequences):

@@ -16,6 +16,7 @@ from tide_export.calibration.labels import agreement, divergence, normalize, top
 from tide_export.data.sequences import read_sequences
 from tide_export.errors import CalibrationError
 
+pytestmark = pytest.mark.usefixtures("compared_once")
 TEXT = Path(__file__).parents[2] / "calibration" / "text" / "python-stdlib.jsonl"
 CHECKPOINTS = (4, 8)
 

@@ -20,6 +20,7 @@ from tide_export.errors import CalibrationError, ConfigError, DatasetError
 from tide_export.routers.router_set import RouterSet
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
+pytestmark = pytest.mark.usefixtures("compared_once")
 TEXT = Path(__file__).parents[2] / "calibration" / "text" / "python-stdlib-validation.jsonl"
 
 

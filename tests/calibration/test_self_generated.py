@@ -36,7 +36,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(prompts: Path, **options) -> TideConfig:
-    return TideConfig(self_generated=str(prompts), calibration_length=40, calibration_batch=3, **options)
+    return TideConfig(self_generated=str(prompts), calibration_length=28, calibration_batch=3, **options)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_without_chance_the_answers_are_greedy_decoding_of_each_prompt_alone(dem
             logits = demo.model(input_ids=torch.tensor([sequence.ids.tolist()])).logits[0]
         assert sequence.ids[: len(ids)].tolist() == ids
         assert sequence.ids[len(ids) :].tolist() == logits[len(ids) - 1 : -1].argmax(-1).tolist() != []
-        assert sequence.ids[-1] in demo.eos_token_ids or len(sequence.ids) <= 40
+        assert sequence.ids[-1] in demo.eos_token_ids or len(sequence.ids) <= 28
         assert not set(sequence.ids[len(ids) : -1].tolist()) & set(demo.eos_token_ids)
 
 
@@ -120,7 +120,7 @@ def test_the_chat_template_is_used(demo, tokenizer, prompts, monkeypatch):
         ("empty.txt", "\n\n", "holds no prompts"),
         ("rows.jsonl", '{"text": "x"}', "entry 1 is no JSON object with a string `prompt`"),
         ("none.txt", None, "cannot read prompts from"),
-        ("long.txt", "word " * 200, "none of its 1 prompts has 1 to 20 tokens, half of calibration_length"),
+        ("long.txt", "word " * 200, "none of its 1 prompts has 1 to 14 tokens, half of calibration_length"),
     ],
 )
 def test_bad_prompts_are_one_sentence(demo, tokenizer, tmp_path, name, content, says):

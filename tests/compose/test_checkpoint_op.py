@@ -1,14 +1,12 @@
 """A checkpoint's operator in the library of `cpp/ops` against its function in standard operators."""
 
-import json
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-from ort_sessions import register_operators
+from ort_sessions import opened, operators_of
 
 from tide_export.compose.checkpoint_op import checkpoint_function
 from tide_export.compose.exit_op import exit_attributes
@@ -47,21 +45,11 @@ def model_of(norm: str, lens: bool, shortlist: bool, width: int, weights: list[n
     return ir.to_proto(model).SerializeToString()
 
 
-def with_operators(model: bytes, folder: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    register_operators(options)
-    options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
-    return ort.InferenceSession(model, options)
-
-
 @pytest.mark.parametrize(("norm", "lens", "shortlist"), FORMS)
-def test_the_operator_is_the_function(
-    operator_library: Path, tmp_path: Path, norm: str, lens: bool, shortlist: bool
-) -> None:
+def test_the_operator_is_the_function(tmp_path: Path, norm: str, lens: bool, shortlist: bool) -> None:
     width = 72
     model = model_of(norm, lens, shortlist, width, weights_of(norm, lens, shortlist, width, 130))
-    session, plain = with_operators(model, tmp_path), ort.InferenceSession(model)
+    session, plain = opened(model, tmp_path), opened(model, operators=False)
     for seed, last in enumerate(([-1], [0], [6], [1, 3, 4], [0, 1, 2, 3, 4, 5, 6])):
         rng = np.random.default_rng(seed)
         states = rng.standard_normal((1, 1 if seed < 2 else 7, width), dtype=np.float32)
@@ -74,12 +62,11 @@ def test_the_operator_is_the_function(
             np.testing.assert_allclose(exit_state, expected[0], rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(scores, expected[1], atol=1e-5)
             assert exits.tolist() == (expected[1] > thresholds).tolist()
-    events = json.loads(Path(session.end_profiling()).read_text())
-    assert {OP_CANDIDATE, OP_LENS_CANDIDATE} & {event.get("args", {}).get("op_name") for event in events}
+    assert {OP_CANDIDATE, OP_LENS_CANDIDATE} & operators_of(session)
 
 
-def test_what_no_threshold_needs_is_not_computed(operator_library: Path, tmp_path: Path) -> None:
-    session = with_operators(model_of("rms", True, True, 16, weights_of("rms", True, True, 16, 8)), tmp_path)
+def test_what_no_threshold_needs_is_not_computed() -> None:
+    session = opened(model_of("rms", True, True, 16, weights_of("rms", True, True, 16, 8)))
     states = np.random.default_rng(0).standard_normal((1, 4, 16), dtype=np.float32)
     inputs = {"states": states, "last_tokens": np.array([0, 2, 3]), "thresholds": np.full((3, 1), 2, np.float32)}
     exit_state, score, exits = session.run(None, inputs)
@@ -94,10 +81,8 @@ def test_what_no_threshold_needs_is_not_computed(operator_library: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("norm", "lens", "shortlist"), FORMS)
-def test_a_token_gets_the_same_whatever_the_others(
-    operator_library: Path, tmp_path: Path, norm: str, lens: bool, shortlist: bool
-) -> None:
-    session = with_operators(model_of(norm, lens, shortlist, 72, weights_of(norm, lens, shortlist, 72, 130)), tmp_path)
+def test_a_token_gets_the_same_whatever_the_others(norm: str, lens: bool, shortlist: bool) -> None:
+    session = opened(model_of(norm, lens, shortlist, 72, weights_of(norm, lens, shortlist, 72, 130)))
     states = np.random.default_rng(0).standard_normal((1, 5, 72), dtype=np.float32)
     several = session.run(None, inputs_of(states, [0, 1, 2, 3, 4]))
     for token in range(5):
@@ -111,8 +96,8 @@ def inputs_of(states: np.ndarray, last: list[int], threshold: float = 0) -> dict
 
 
 @pytest.mark.parametrize(("width", "last"), [(12, [-1]), (16, [2]), (16, [-3])])
-def test_what_does_not_fit_is_refused(operator_library: Path, tmp_path: Path, width: int, last: list[int]) -> None:
-    session = with_operators(model_of("rms", False, False, 16, weights_of("rms", False, False, width, 8)), tmp_path)
+def test_what_does_not_fit_is_refused(width: int, last: list[int]) -> None:
+    session = opened(model_of("rms", False, False, 16, weights_of("rms", False, False, width, 8)))
     with pytest.raises(
         Exception, match=r"TideCandidate takes states \[1, n, D\], last tokens among the n, a threshold"
     ):

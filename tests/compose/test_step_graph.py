@@ -92,10 +92,7 @@ def test_one_if_per_segment_after_the_first(model) -> None:
 
 
 def test_a_checkpoint_is_one_function_that_an_operator_can_replace(model) -> None:
-    assert list(model.functions) == [
-        ("tide", "TideCandidate", ""),
-        ("tide", "TidePagedAttention", ""),
-    ]
+    assert list(model.functions) == [("tide", "TideCandidate", ""), ("tide", "TidePagedAttention", "")]
     calls = [node for node in model.graph.all_nodes() if node.op_type == "TideCandidate"]
     assert len(calls) == len(CHECKPOINTS)
     for call in calls:

@@ -30,11 +30,7 @@ def manifests() -> list[dict[str, Any]]:
     kinds = [
         plain,
         replace(
-            plain,
-            weights="int4",
-            remote_code=True,
-            kv_cache="int8",
-            quantization=Quantization("rtn", 4, 32, True, 4),
+            plain, weights="int4", remote_code=True, kv_cache="int8", quantization=Quantization("rtn", 4, 32, True, 4)
         ),
         replace(
             plain,

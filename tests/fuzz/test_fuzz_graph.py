@@ -37,11 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose weights are in a file of their own."""
     bundle = tmp_path_factory.mktemp("graphs")
     onnx.save(
-        TINY.described(),
-        bundle / GRAPH_FILE,
-        save_as_external_data=True,
-        location=WEIGHTS_FILE,
-        size_threshold=0,
+        TINY.described(), bundle / GRAPH_FILE, save_as_external_data=True, location=WEIGHTS_FILE, size_threshold=0
     )
     return bundle
 

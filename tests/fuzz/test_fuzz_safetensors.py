@@ -109,11 +109,7 @@ def outcome(work: Callable[[], None]) -> bool:
 @cases(200, 1000)
 @given(random=st.randoms(use_true_random=False), which=st.integers(0, 2))
 def test_router_files(
-    random: Random,
-    which: int,
-    source: SourceModel,
-    router_files: list[bytes],
-    tmp_path_factory: pytest.TempPathFactory,
+    random: Random, which: int, source: SourceModel, router_files: list[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
     path.write_bytes(mutated_tensors(random, router_files[which]))

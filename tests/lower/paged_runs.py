@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from ort_sessions import register_operators
+from ort_sessions import opened
 from paged_attention_numpy import Arrays, Case, int8_rows, one_node
 
 from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV
@@ -66,13 +66,6 @@ class Node:
         return {name: np.ascontiguousarray(table, np.float32) for name, table in tables.items()}
 
 
-def _options(threads: int = 1) -> ort.SessionOptions:
-    """Without the arena, in which a session keeps what its largest run took: of the functions up to 1 GB each."""
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads, options.enable_cpu_mem_arena = 4, threads, False
-    return options
-
-
 @lru_cache(maxsize=8)
 def session(node: Node, names: tuple[str, ...], threads: int = 1) -> ort.InferenceSession:
     """The operator, with inputs of these names, which need not fit each other."""
@@ -91,9 +84,7 @@ def session(node: Node, names: tuple[str, ...], threads: int = 1) -> ort.Inferen
     inputs, op_type = [values.get(name) for name in INPUTS], OP_PAGED_ATTENTION[node.kv_cache]
     nodes = [ir.node(op_type, inputs, attributes=attributes, domain=DOMAIN, outputs=outputs)]
     graph = ir.Graph(list(values.values()), outputs, nodes=nodes, opset_imports={"": 23, DOMAIN: 1}, name="one")
-    options = _options(threads)
-    register_operators(options)
-    return ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=11)).SerializeToString(), options)
+    return opened(ir.Model(graph, ir_version=11), threads=threads)
 
 
 def run(node: Node, inputs: Arrays, threads: int = 1) -> list[np.ndarray]:
@@ -104,7 +95,7 @@ def run(node: Node, inputs: Arrays, threads: int = 1) -> list[np.ndarray]:
 @lru_cache(maxsize=8)
 def _function(node: Node, inputs: "_Inputs") -> ort.InferenceSession:
     case = Case(inputs.arrays, node.heads, node.kv_heads, node.kv_cache, node.attributes())
-    return ort.InferenceSession(one_node(case).SerializeToString(), _options())
+    return opened(one_node(case), threads=1, operators=False)
 
 
 class _Inputs:

@@ -25,12 +25,7 @@ def session(kv_heads: int, window: int | None) -> ort.InferenceSession:
     if window is not None:
         attributes["window"] = window
     node = ir.node(
-        OP_ATTENTION,
-        [*inputs, None, None, bias],
-        attributes=attributes,
-        domain=DOMAIN,
-        num_outputs=3,
-        name="attention",
+        OP_ATTENTION, [*inputs, None, None, bias], attributes=attributes, domain=DOMAIN, num_outputs=3, name="attention"
     )
     shapes = ([1, "s", HEADS, WIDTH], *[["p", kv_heads, PAGE, WIDTH]] * 2)
     for output, name, shape in zip(node.outputs, ("attended", "new_key_pages", "new_value_pages"), shapes, strict=True):

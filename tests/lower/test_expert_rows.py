@@ -1,15 +1,12 @@
 """A mixture of experts keeps its tokens on the second axis, and its nodes are one operator then."""
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import onnx.parser
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from onnx_ir.passes import common as common_passes
-from ort_sessions import register_operators
+from ort_sessions import opened
 
 from tide_export.graph.rewriting import run_passes
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
@@ -68,19 +65,16 @@ def lowered(gate: str, end: str = END) -> ir.Model:
 
 
 def run(model: ir.Model, operators: bool) -> np.ndarray:
-    options = ort.SessionOptions()
-    if operators:
-        register_operators(options)
     rng = np.random.default_rng(1)
     feeds = {"x": rng.standard_normal((1, 7, WIDTH), dtype=np.float32), "chosen": rng.integers(0, EXPERTS, (7, 2))}
     feeds |= {"shares": rng.random((7, 2), dtype=np.float32)}
     feeds |= {"added": rng.standard_normal((7, 2, 2 * INNER), dtype=np.float32)}
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+    session = opened(model, operators=operators)
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})[0]
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_they_become_one_operator_of_the_same_numbers(gate: str, operator_library: Path) -> None:
+def test_they_become_one_operator_of_the_same_numbers(gate: str) -> None:
     expanded = model_of(gate)
     run_passes(expanded, ExpertMatMulPass())
     expected = run(expanded, operators=False)

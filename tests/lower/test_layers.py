@@ -2,14 +2,12 @@
 with the library and without it."""
 
 import ctypes
-import json
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-from ort_sessions import register_operators
+from ort_sessions import opened, operators_of
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.graph.builder import OPSET
@@ -103,16 +101,6 @@ def layer(matmul: str, norm: str) -> ir.Model:
     return ir.Model(graph, ir_version=11, functions=[attention, function])
 
 
-def opened(model: ir.Model, folder: Path | None, threads: int = 2) -> ort.InferenceSession:
-    """With the operators and a profile in that folder; None: without them."""
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, threads
-    if folder is not None:
-        register_operators(options)
-        options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
-
-
 def feeds_of(lengths: list[int], tokens: list[int]) -> dict[str, np.ndarray]:
     """Sequences of those lengths, whose last tokens are new; each has pages of its own."""
     rng = np.random.default_rng(len(lengths))
@@ -131,12 +119,12 @@ def feeds_of(lengths: list[int], tokens: list[int]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("norm", ["RMSNormalization", "LayerNormalization"])
 @pytest.mark.parametrize("matmul", MATMULS)
-def test_the_operator_is_the_nodes(matmul: str, norm: str, operator_library: Path, tmp_path: Path) -> None:
+def test_the_operator_is_the_nodes(matmul: str, norm: str, tmp_path: Path) -> None:
     before, model = layer(matmul, norm), layer(matmul, norm)
     LayersPass()(model)
     name = OP_INTEGER_LAYERS if matmul in OP_INTEGER_MATMUL.values() else OP_LAYERS
     assert [(node.domain, node.op_type) for node in model.graph] == [(DOMAIN, name)]
-    session, nodes, plain = opened(model, tmp_path), opened(before, tmp_path), opened(model, None)
+    session, nodes, plain = opened(model, tmp_path, 2), opened(before, threads=2), opened(model, operators=False)
     rounded = 3e-2 if name == OP_INTEGER_LAYERS else 2e-4  # an input near a half is rounded up or down
     for lengths, tokens in (([5], [5]), ([40], [1]), ([33, 7, 90], [1, 7, 30]), ([4], [0])):
         feeds = feeds_of(lengths, tokens)
@@ -144,8 +132,7 @@ def test_the_operator_is_the_nodes(matmul: str, norm: str, operator_library: Pat
         for other in (nodes, plain):
             for one, expected in zip(y, other.run(None, feeds), strict=True):
                 np.testing.assert_allclose(one, expected, rtol=2e-3, atol=rounded)
-    events = json.loads(Path(session.end_profiling()).read_text())
-    ran = {event.get("args", {}).get("op_name") for event in events}
+    ran = operators_of(session)
     if name == OP_INTEGER_LAYERS and name not in ran:
         pytest.skip("this CPU has no AVX2: the nodes ran")
     assert name in ran
@@ -153,11 +140,11 @@ def test_the_operator_is_the_nodes(matmul: str, norm: str, operator_library: Pat
 
 @pytest.mark.parametrize("matmul", MATMULS)
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_token_is_the_same_to_the_bit(matmul: str, threads: int, operator_library: Path, tmp_path: Path) -> None:
+def test_a_token_is_the_same_to_the_bit(matmul: str, threads: int) -> None:
     """Whatever is computed with it, and by how many threads."""
     model = layer(matmul, "RMSNormalization")
     LayersPass()(model)
-    session, one = opened(model, tmp_path, threads), opened(model, tmp_path, 1)
+    session, one = opened(model, threads=threads), opened(model, threads=1)
     feeds = feeds_of([33, 7, 90], [1, 7, 30])
     whole = session.run(None, feeds)
     for sequence, (begin, end) in enumerate(zip(feeds["starts"], feeds["starts"][1:], strict=False)):
@@ -264,7 +251,7 @@ def test_two_residual_streams_are_two_runs() -> None:
         ("slots 8\nRMSNormalization s0 = i0 w1\nAdd o0 = s0 i0", "wider than its attribute says"),
     ],
 )
-def test_what_it_cannot_read_is_refused(text: str, message: str, operator_library: Path, tmp_path: Path) -> None:
+def test_what_it_cannot_read_is_refused(text: str, message: str) -> None:
     x = ir.Value(name="x", type=ir.TensorType(FLOAT), shape=ir.Shape([1, "n", SIZE]))
     scale = ir.tensor(np.ones(SIZE, np.float32), name="scale")
     stored = ir.Value(name="scale", type=ir.TensorType(FLOAT), shape=scale.shape, const_value=scale)
@@ -273,7 +260,7 @@ def test_what_it_cannot_read_is_refused(text: str, message: str, operator_librar
     imports = {"": OPSET, DOMAIN: 1}
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[stored], opset_imports=imports, name="layers")
     with pytest.raises(Exception, match=message):
-        opened(ir.Model(graph, ir_version=11), tmp_path).run(None, {"x": np.zeros((1, 3, SIZE), np.float32)})
+        opened(ir.Model(graph, ir_version=11)).run(None, {"x": np.zeros((1, 3, SIZE), np.float32)})
 
 
 @pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "baseline"])

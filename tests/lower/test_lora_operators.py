@@ -2,9 +2,8 @@
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-from ort_sessions import register_operators
+from ort_sessions import opened
 
 from tide_export.graph.rewriting import FLOAT, INT64, new_node, typed_value
 from tide_export.lower.onnxruntime.gated_matmuls import gate_function
@@ -29,12 +28,7 @@ def session(
     node = new_node(op_type, values, attributes, name="node", domain=DOMAIN, outputs=[(FLOAT, shape or first.shape)])
     node.overload = function.overload
     graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 23, DOMAIN: 1}, name="graph")
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    if operators:
-        register_operators(options)
-    model = ir.Model(graph, ir_version=10, functions=[function])
-    return ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString(), options)
+    return opened(ir.Model(graph, ir_version=10, functions=[function]), operators=operators)
 
 
 @pytest.mark.parametrize("operators", [True, False], ids=["operator", "function"])

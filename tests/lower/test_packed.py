@@ -15,8 +15,7 @@ from tide_export.names.networks import HEAD, segment_name, skipped_name
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"),
-    [("demo_bundle", [HEAD]), ("propagating_bundle", [HEAD, *(skipped_name(k) for k in (1, 2, 3))])],
+    ("kind", "more"), [("demo_bundle", [HEAD]), ("propagating_bundle", [HEAD, *(skipped_name(k) for k in (1, 2, 3))])]
 )
 def test_every_network_refers_to_the_weights_of_the_graph(
     kind: str, more: list[str], request: pytest.FixtureRequest

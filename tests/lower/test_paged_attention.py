@@ -64,9 +64,7 @@ def runs(draw: st.DrawFn) -> tuple[Node, list[int], list[int], int, int]:
 
 @cases(100, 600)
 @given(case=runs())
-def test_random_runs_are_as_the_function_defines_them(
-    operator_library: Path, case: tuple[Node, list[int], list[int], int, int]
-) -> None:
+def test_random_runs_are_as_the_function_defines_them(case: tuple[Node, list[int], list[int], int, int]) -> None:
     node, lengths, counts, page_tokens, seed = case
     inputs = inputs_of(node, texts(node, lengths, seed), counts, page_tokens, seed)
     output, *pages = run(node, inputs)
@@ -152,7 +150,7 @@ def test_the_reference_rounds_as_the_operator_does() -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_partial_results_of_long_sequences_are_merged_in_parts(int8: bool, operator_library: Path) -> None:
+def test_partial_results_of_long_sequences_are_merged_in_parts(int8: bool) -> None:
     node = Node(int8=int8, heads=32, kv_heads=1, head_dim=128)  # of 64 queries by 1100 keys more than fit at a time
     sequences = texts(node, [1100, 1090], 2)
     inputs = inputs_of(node, sequences, [64, 64], 16)
@@ -164,7 +162,7 @@ def test_partial_results_of_long_sequences_are_merged_in_parts(int8: bool, opera
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_pages_are_written_in_place_where_they_are_bound_so(int8: bool, operator_library: Path) -> None:
+def test_pages_are_written_in_place_where_they_are_bound_so(int8: bool) -> None:
     node = Node(int8=int8, form=Form.PACKED, rotation="halves")
     inputs = inputs_of(node, texts(node, [20, 9], 3), [4, 9], 8)
     before = {name: array.copy() for name, array in inputs.items()}
@@ -243,9 +241,7 @@ STARTS = "the sequences' starts do not ascend from 0 to the number of new tokens
         ({"distance_bias": (1, 5, 11)}, "the biases by distance do not fit the new tokens or the heads"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_written(
-    operator_library: Path, change: dict, message: str, int8: bool
-) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_is_written(change: dict, message: str, int8: bool) -> None:
     node = Node(int8=int8, rotation="halves", bias=True, sinks=True, extent=3)
     inputs = inputs_of(node, texts(node, [20, 9], 3), [4, 1], 8)
     if not int8:
@@ -266,7 +262,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(
         np.testing.assert_array_equal(value.numpy(), inputs[f"{kind}_pages"])
 
 
-def test_a_table_may_have_anything_where_no_new_token_needs_it(operator_library: Path) -> None:
+def test_a_table_may_have_anything_where_no_new_token_needs_it() -> None:
     node = Node()
     sequences = texts(node, [20, 9], 3)
     inputs = inputs_of(node, sequences, [4, 0], 8)
@@ -276,7 +272,7 @@ def test_a_table_may_have_anything_where_no_new_token_needs_it(operator_library:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_no_sequences_and_no_tokens(operator_library: Path) -> None:
+def test_no_sequences_and_no_tokens() -> None:
     for form in Form:
         node = Node(form=form)
         inputs = altered(inputs_of(node, texts(node, [1], 3), [1], 8), {"page_table": (0, 3), "lengths": (0,)})

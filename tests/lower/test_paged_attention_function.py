@@ -4,10 +4,9 @@ from itertools import combinations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import tiers
-from ort_sessions import register_operators
+from ort_sessions import opened
 from paged_attention_numpy import Case, expected, int8_rows, one_node
 
 from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV, KV_CACHES
@@ -17,14 +16,10 @@ HEADS, KV_HEADS, SIZE, PAGES, TABLE = 6, 2, 4, 9, 4  # rotations need an even wi
 RAGGED = [(5, 5), (7, 1), (0, 0), (16, 3), (1, 0)]  # each sequence's tokens, and how many of them are new
 
 
-def run(case: Case, library: bool = False) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 4
-    if library:
-        register_operators(options)
+def run(case: Case) -> list[np.ndarray]:
     model = one_node(case)
     onnx.checker.check_model(model)
-    return ort.InferenceSession(model.SerializeToString(), options).run(None, case.inputs)
+    return opened(model, threads=1, operators=False).run(None, case.inputs)
 
 
 def case_of(

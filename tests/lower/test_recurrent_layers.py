@@ -1,11 +1,10 @@
 """A layer with a recurrent state in one operator, against the nodes that it replaces, with the library and without."""
 
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 import pytest
-from lower.test_layers import FLOAT, INT64, Maker, opened
+from lower.test_layers import FLOAT, INT64, Maker
+from ort_sessions import opened
 
 from tide_export.graph.builder import OPSET
 from tide_export.lower.onnxruntime.half_weights import half_matmul_function
@@ -16,11 +15,7 @@ from tide_export.names.operators import DOMAIN, OP_LAYERS
 SIZE, HEADS, KEY_HEADS, WIDTH, TAPS, LOG, PLACES = 64, 4, 2, 16, 4, 8, 4
 CHANNELS = (2 * KEY_HEADS + HEADS) * WIDTH
 LOG_WIDTH = HEADS * (1 + WIDTH) + KEY_HEADS * WIDTH
-STATES = {
-    "conv_states": (TAPS - 1 + LOG, CHANNELS),
-    "head_states": (HEADS, WIDTH * WIDTH + 1),
-    "log": (LOG, LOG_WIDTH),
-}
+STATES = {"conv_states": (TAPS - 1 + LOG, CHANNELS), "head_states": (HEADS, WIDTH * WIDTH + 1), "log": (LOG, LOG_WIDTH)}
 
 
 class RowMaker(Maker):
@@ -102,11 +97,11 @@ def feeds_of(lengths: list[int], tokens: list[int], states: dict[str, np.ndarray
     return states | {"x": x, "places": places, "lengths": np.array(lengths), "starts": np.cumsum([0, *tokens])}
 
 
-def test_the_operator_is_the_nodes(operator_library: Path, tmp_path: Path) -> None:
+def test_the_operator_is_the_nodes() -> None:
     model = delta_layer()
     LayersPass()(model)
     assert [node.op_type for node in model.graph] == [OP_LAYERS]
-    sessions = [opened(model, tmp_path), opened(delta_layer(), tmp_path), opened(model, None)]
+    sessions = [opened(model, threads=2), opened(delta_layer(), threads=2), opened(model, operators=False)]
     states = [{name: np.zeros((PLACES, *shape), np.float32) for name, shape in STATES.items()} for _ in sessions]
     for lengths, tokens, settled in (
         ([5, 1, 9], [5, 1, 9], [0, 0, 0]),
@@ -125,10 +120,10 @@ def test_the_operator_is_the_nodes(operator_library: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_token_is_the_same_to_the_bit_however_many_run(threads: int, operator_library: Path, tmp_path: Path) -> None:
+def test_a_token_is_the_same_to_the_bit_however_many_run(threads: int) -> None:
     model = delta_layer()
     LayersPass()(model)
-    session, one = opened(model, tmp_path, threads), opened(model, tmp_path, 1)
+    session, one = opened(model, threads=threads), opened(model, threads=1)
     empty = {name: np.zeros((PLACES, *shape), np.float32) for name, shape in STATES.items()}
     whole = feeds_of([7, 5], [7, 5], empty, [0, 0])
     together = session.run(None, whole)
@@ -155,13 +150,13 @@ def test_a_token_is_the_same_to_the_bit_however_many_run(threads: int, operator_
         ("Mul o0 = i0 w1", "takes tensors that fit each other"),
     ],
 )
-def test_a_wrong_line_is_refused(line: str, message: str, operator_library: Path, tmp_path: Path) -> None:
+def test_a_wrong_line_is_refused(line: str, message: str) -> None:
     make = RowMaker("TideBf16MatMul")
     x, weight = make.value("x", FLOAT, 1, "n", SIZE), make.vector("weight", 5)
     node = make.node(OP_LAYERS, [x, weight], domain=DOMAIN, nodes=f"slots 64\n{line}")
     graph = ir.Graph(
         [x], [node], nodes=make.nodes, initializers=make.weights, opset_imports={"": OPSET, DOMAIN: 1}, name="wrong"
     )
-    session = opened(ir.Model(graph, ir_version=11), tmp_path)
+    session = opened(ir.Model(graph, ir_version=11))
     with pytest.raises(Exception, match=message):
         session.run(None, {"x": np.zeros((1, 3, SIZE), np.float32)})

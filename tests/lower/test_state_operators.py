@@ -8,9 +8,8 @@ from random import Random
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-from ort_sessions import register_operators
+from ort_sessions import opened
 
 from tide_export.bundle.model_info import StateInfo
 from tide_export.compose.states import advance_states, shapes_of, state_inputs, state_outputs
@@ -111,11 +110,7 @@ class Network:
         )
         model = ir.Model(graph, ir_version=10)
         StateFunctionsPass()(model)
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 4
-        if library:
-            register_operators(options)
-        self.session = ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString(), options)
+        self.session = opened(model, threads=1, operators=library)
         rng = np.random.default_rng(0)  # what other sequences left
         self.states = {
             str(states[one.layer, one.number].name): rng.standard_normal((PLACES, *one.shape)).astype(np.float32)

@@ -257,10 +257,7 @@ def test_mxfp4_that_does_not_fit_is_named(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "quantize"),
-    [
-        (INT4, compressed_words()),
-        (INT8, compressed_words(8, whole=True)),
-    ],
+    [(INT4, compressed_words()), (INT8, compressed_words(8, whole=True))],
     ids=["int4", "int8, one scale a row"],
 )
 def test_compressed_tensors_computes_what_transformers_computes(

@@ -1,13 +1,11 @@
 """The operators for products with experts: the same as their functions, whatever rows are computed together."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-from ort_sessions import register_operators
+from ort_sessions import opened, operators_of
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.graph.rewriting import HALF
@@ -78,22 +76,14 @@ def model(
     return ir.to_proto(made).SerializeToString(), all_values
 
 
-def opened(proto: bytes, folder: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    register_operators(options)
-    options.log_severity_level = 4
-    options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
-    return ort.InferenceSession(proto, options)
-
-
 @pytest.mark.parametrize("rows", [1, CHOSEN])
 @pytest.mark.parametrize(("experts", "n_size", "k_size"), [(1, 16, 32), (5, 38, 96), (4, 64, 320), (130, 33, 64)])
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_the_operator_is_the_function(
-    operator_library: Path, kind: str, experts: int, n_size: int, k_size: int, rows: int, tmp_path: Path
+    kind: str, experts: int, n_size: int, k_size: int, rows: int, tmp_path: Path
 ) -> None:
     proto, values = model(kind, experts, n_size, k_size, rows)
-    session, plain = opened(proto, tmp_path), ort.InferenceSession(proto)
+    session, plain = opened(proto, tmp_path), opened(proto, operators=False)
     rng = np.random.default_rng(2)
     x = rng.standard_normal((23, rows, k_size), dtype=np.float32)
     x[3] = 0
@@ -108,43 +98,40 @@ def test_the_operator_is_the_function(
     for count in (0, 1, 2, 5, 8, 20):  # not even rounding depends on which rows there are
         some = session.run(None, {"x": x[:count], "experts": choice[:count]})[0]
         np.testing.assert_array_equal(some, whole[:count])
-    events = json.loads(Path(session.end_profiling()).read_text())
-    if OPERATORS[kind] not in {event.get("args", {}).get("op_name") for event in events}:
+    if OPERATORS[kind] not in operators_of(session):
         assert kind not in HALF
         pytest.skip("this CPU has no AVX2: the function ran")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int4"])
-def test_several_leading_axes_are_tokens(operator_library: Path, kind: str, tmp_path: Path) -> None:
+def test_several_leading_axes_are_tokens(kind: str) -> None:
     flat, _ = model(kind, 6, 40, 64, 1)
     nested, _ = model(kind, 6, 40, 64, 1, lead=(1, "t"))
     rng = np.random.default_rng(3)
     x, choice = rng.standard_normal((7, 1, 64), dtype=np.float32), rng.integers(0, 6, (7, CHOSEN))
-    (expected,) = opened(flat, tmp_path).run(None, {"x": x, "experts": choice})
-    for session in (opened(nested, tmp_path), ort.InferenceSession(nested)):
+    (expected,) = opened(flat).run(None, {"x": x, "experts": choice})
+    for session in (opened(nested), opened(nested, operators=False)):
         (found,) = session.run(None, {"x": x[None], "experts": choice[None]})
         assert found.shape == (1, 7, CHOSEN, 40)
         np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-def test_an_expert_that_there_is_not_gives_no_number(operator_library: Path, tmp_path: Path) -> None:
+def test_an_expert_that_there_is_not_gives_no_number() -> None:
     proto, _ = model("bf16", 4, 16, 32, 1)
     x = np.ones((2, 1, 32), np.float32)
-    (found,) = opened(proto, tmp_path).run(None, {"x": x, "experts": np.array([[0, 4, 1], [-1, 2, 2**40]])})
+    (found,) = opened(proto).run(None, {"x": x, "experts": np.array([[0, 4, 1], [-1, 2, 2**40]])})
     assert np.isnan(found).all(axis=-1).tolist() == [[False, True, False], [True, False, True]]
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(2, 5), (1, 4)])
-def test_rows_that_do_not_fit_the_choice_are_refused(
-    operator_library: Path, rows: int, tokens: int, tmp_path: Path
-) -> None:
+def test_rows_that_do_not_fit_the_choice_are_refused(rows: int, tokens: int) -> None:
     proto, _ = model("bf16", 4, 16, 32, "c")
     inputs = {"x": np.ones((5, rows, 32), np.float32), "experts": np.zeros((tokens, CHOSEN), np.int64)}
     with pytest.raises(Exception, match="takes x"):
-        opened(proto, tmp_path).run(None, inputs)
+        opened(proto).run(None, inputs)
 
 
-def test_functions_of_other_numbers_of_experts_are_told_apart(operator_library: Path, tmp_path: Path) -> None:
+def test_functions_of_other_numbers_of_experts_are_told_apart() -> None:
     """Layers of 4 and of 6 experts: the second function has an overload, and both run without the library."""
     values = {count: np.random.default_rng(count).standard_normal((count, 32, 32)) for count in (4, 6)}
     exact = {count: array.astype(HALF["bf16"].numpy()).astype(np.float32) for count, array in values.items()}
@@ -167,8 +154,7 @@ def test_functions_of_other_numbers_of_experts_are_told_apart(operator_library: 
     assert [node.overload for node in made.graph] == ["", "6"]
     rows = np.random.default_rng(0).standard_normal((5, 1, 32), dtype=np.float32)
     experts = np.array([[0, 1, 2, 3, 3]]).T
-    proto = ir.to_proto(made).SerializeToString()
-    for session in (opened(proto, tmp_path), ort.InferenceSession(proto)):
+    for session in (opened(made), opened(made, operators=False)):
         (found,) = session.run(None, {"x": rows, "experts": experts})
         expected = np.einsum("tk,tnk,tmn->tm", rows[:, 0], exact[4][experts[:, 0]], exact[6][experts[:, 0]])
         np.testing.assert_allclose(found[:, 0], expected, rtol=1e-4, atol=1e-4)

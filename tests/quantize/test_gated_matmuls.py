@@ -2,14 +2,12 @@
 against the graph it replaces, with the library and without it."""
 
 import ctypes
-import json
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
-from ort_sessions import register_operators
+from ort_sessions import opened, operators_of
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.graph.builder import OPSET
@@ -111,25 +109,15 @@ def mlp(op: str, rows: int = 96, columns: int = 80, change: str = "") -> ir.Mode
     return ir.Model(graph, ir_version=11, functions=[function])
 
 
-def opened(model: ir.Model, folder: Path | None) -> ort.InferenceSession:
-    """With the operators and a profile in that folder; None: without them."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    if folder is not None:
-        register_operators(options)
-        options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
-
-
 @pytest.mark.parametrize("op", OP_GATED_MATMUL)
 @pytest.mark.parametrize(("rows", "columns"), [(3, 32), (96, 80), (700, 576)])
-def test_the_operator_is_the_graph(op: str, rows: int, columns: int, operator_library: Path, tmp_path: Path) -> None:
+def test_the_operator_is_the_graph(op: str, rows: int, columns: int, tmp_path: Path) -> None:
     columns = columns if op != OP_OUTLIER_MATMUL else -(-columns // 32) * 32  # whole blocks
-    before, model = opened(mlp(op, rows, columns), tmp_path), mlp(op, rows, columns)
+    before, model = opened(mlp(op, rows, columns)), mlp(op, rows, columns)
     run_passes(model, GatedMatMulsPass())
     assert [(node.domain, node.op_type) for node in model.graph] == [(DOMAIN, OP_GATED_MATMUL[op])]
     assert model.graph[0].metadata_props[WEIGHTS_METADATA] == "matrix1\nmatrix2"
-    session, plain = opened(model, tmp_path), opened(model, None)
+    session, plain = opened(model, tmp_path), opened(model, operators=False)
     x = np.random.default_rng(1).standard_normal((40, 1, columns), dtype=np.float32)
     feeds = {"x": x, "other": x}
     (whole,) = session.run(None, feeds)
@@ -139,8 +127,7 @@ def test_the_operator_is_the_graph(op: str, rows: int, columns: int, operator_li
     for count in (0, 1, 2, 3, 7, 17):  # not even rounding depends on how many rows there are
         (y,) = session.run(None, {"x": x[:count], "other": x[:count]})
         np.testing.assert_array_equal(y, whole[:count])
-    events = json.loads(Path(session.end_profiling()).read_text())
-    ran = {event.get("args", {}).get("op_name") for event in events}
+    ran = operators_of(session)
     if op in INTEGERS and OP_GATED_MATMUL[op] not in ran:
         pytest.skip("this CPU has no AVX2: MatMulNBits ran")
     assert OP_GATED_MATMUL[op] in ran
@@ -163,7 +150,7 @@ def test_matmuls_of_other_outliers_stay() -> None:
     assert [node.op_type for node in model.graph].count(OP_OUTLIER_MATMUL) == 2
 
 
-def test_the_operator_refuses_an_odd_number_of_rows(operator_library: Path) -> None:
+def test_the_operator_refuses_an_odd_number_of_rows() -> None:
     model = mlp("TideBf16MatMul", 3)
     run_passes(model, GatedMatMulsPass())
     (node,) = model.graph
@@ -172,10 +159,7 @@ def test_the_operator_refuses_an_odd_number_of_rows(operator_library: Path) -> N
     assert weights.const_value is not None
     weights.const_value = ir.tensor(weights.const_value.numpy()[:5], dtype=weights.dtype, name=weights.name)
     weights.shape = weights.const_value.shape
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    register_operators(options)
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+    session = opened(model)
     x = np.zeros((1, 1, 80), np.float32)
     with pytest.raises(Exception, match="takes as many rows for it as for the rest"):
         session.run(None, {"x": x, "other": x})

@@ -2,18 +2,16 @@
 the operators and without them."""
 
 import ctypes
-import json
 import logging
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import tiers
 import torch
 from families import build
-from ort_sessions import register_operators
+from ort_sessions import opened, operators_of
 from plain_graphs import StepGraph
 from tiny_configs import CHECKPOINTS, LAYERS, small_llama
 from tiny_engines import engine_of, pieces_of
@@ -102,7 +100,7 @@ def test_every_number_is_widened_exactly(operator_library: Path, instruction_set
     np.testing.assert_array_equal(picked, finite.T.astype(np.float32))
 
 
-def operator_model(weights_type: str, columns: int = 64) -> bytes:
+def operator_model(weights_type: str, columns: int = 64) -> ir.Model:
     """x [m, 2, K] times weights [48, 64]."""
     values = np.random.default_rng(1).standard_normal((48, 64), dtype=np.float32)
     weights = ir.tensor(values.astype(HALF[weights_type].numpy()), dtype=HALF[weights_type], name="weights")
@@ -112,40 +110,29 @@ def operator_model(weights_type: str, columns: int = 64) -> bytes:
     node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     imports = {"": 23, DOMAIN: 1}
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[stored], opset_imports=imports, name="product")
-    model = ir.Model(graph, ir_version=11, functions=[half_matmul_function(weights_type, 23)])
-    return ir.to_proto(model).SerializeToString()
+    return ir.Model(graph, ir_version=11, functions=[half_matmul_function(weights_type, 23)])
 
 
 @pytest.mark.parametrize("weights", OP_HALF_MATMUL)
 @pytest.mark.parametrize("rows", [0, 1, 9, 1200])
-def test_the_operator_is_the_function(operator_library: Path, rows: int, weights: str, tmp_path: Path) -> None:
-    options = ort.SessionOptions()
-    register_operators(options)
-    options.enable_profiling = True
-    options.profile_file_prefix = str(tmp_path / "profile")
-    proto = operator_model(weights)
-    session, plain = ort.InferenceSession(proto, options), ort.InferenceSession(proto)
+def test_the_operator_is_the_function(rows: int, weights: str, tmp_path: Path) -> None:
+    model = operator_model(weights)
+    session, plain = opened(model, tmp_path), opened(model, operators=False)
     x = np.random.default_rng(2).standard_normal((rows, 2, 64), dtype=np.float32)
     (y,), (expected,) = session.run(None, {"x": x}), plain.run(None, {"x": x})
     assert y.shape == (rows, 2, 48)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-    events = json.loads(Path(session.end_profiling()).read_text())
-    assert OP_HALF_MATMUL[weights] in {event.get("args", {}).get("op_name") for event in events}
+    assert OP_HALF_MATMUL[weights] in operators_of(session)
 
 
-def test_the_operator_refuses_another_width(operator_library: Path) -> None:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    register_operators(options)
-    session = ort.InferenceSession(operator_model("bf16", 32), options)
+def test_the_operator_refuses_another_width() -> None:
+    session = opened(operator_model("bf16", 32))
     with pytest.raises(Exception, match=r"take x \[\.\., K\] and weights"):
         session.run(None, {"x": np.zeros((1, 2, 32), np.float32)})
 
 
 @pytest.mark.parametrize(("family", "weights"), tiers.exhaustive_beyond(3, MODELS))
-def test_a_graph_equals_the_model(
-    family: str, weights: str, operator_library: Path, tmp_path: Path, monkeypatch, caplog
-) -> None:
+def test_a_graph_equals_the_model(family: str, weights: str, tmp_path: Path) -> None:
     source = build(family)
     assert 0 < round_to_half(source, weights) < 0.01
     assert round_to_half(source, weights) == 0
@@ -195,9 +182,7 @@ def two_layers() -> SourceModel:
     ("weights", "changed"),
     tiers.exhaustive_beyond(1, [("bf16", "bfloat16, which changed them by 0.1"), ("fp16", "float16")]),
 )
-def test_export_and_validate(
-    weights: str, changed: str, tmp_path: Path, operator_library: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_export_and_validate(weights: str, changed: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = two_layers()
     source.model.save_pretrained(tmp_path / "model")
     random_routers(source, (1,), PROMPTS[2]).save(tmp_path / "routers.safetensors")
@@ -224,7 +209,7 @@ def test_a_number_too_large_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weights", tiers.exhaustive_beyond(1, OP_HALF_MATMUL))
-def test_weights_by_default(weights: str, operator_library: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+def test_weights_by_default(weights: str, tmp_path: Path, monkeypatch, caplog) -> None:
     source, name = two_layers(), HALF[weights].numpy().name
     round_to_half(source, weights)
     source.model.to(getattr(torch, name)).save_pretrained(tmp_path / "model")

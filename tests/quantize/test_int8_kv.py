@@ -37,12 +37,9 @@ NEW_TOKENS = 16
 
 # Rotation inside, windows and shared K/V; further families were run by hand.
 @pytest.mark.parametrize(
-    ("family", "bits"),
-    tiers.exhaustive_beyond(3, [("llama", 32), ("gemma3n (text)", 32), ("llama", 4), ("llama", 8)]),
+    ("family", "bits"), tiers.exhaustive_beyond(3, [("llama", 32), ("gemma3n (text)", 32), ("llama", 4), ("llama", 8)])
 )
-def test_a_graph_equals_the_model_on_rounded_keys(
-    family: str, bits: int, operator_library: Path, tmp_path: Path
-) -> None:
+def test_a_graph_equals_the_model_on_rounded_keys(family: str, bits: int, tmp_path: Path) -> None:
     source = build(family)
     if bits < 32:
         quantize_model(source, Quantization("rtn", bits, 32, symmetric=True, accuracy_level=4))
@@ -75,9 +72,7 @@ def test_a_graph_equals_the_model_on_rounded_keys(
         assert [one.tokens for one in deployed.generate(PROMPTS, **options)] == alone
 
 
-def test_export_validate_and_inspect(
-    demo_model: Path, demo_bundle: Path, tmp_path: Path, operator_library: Path, capsys
-) -> None:
+def test_export_validate_and_inspect(demo_model: Path, demo_bundle: Path, tmp_path: Path, capsys) -> None:
     model, bundle = str(demo_model), str(tmp_path / "bundle")
     options = ["--routers", str(demo_bundle / "routers.safetensors"), "--kv-cache", "int8", "--epsilon", "0", "-q"]
     assert main(["export", model, "-o", bundle, *options]) == 0
@@ -104,7 +99,7 @@ def test_export_validate_and_inspect(
         ({"targets": ("tensorrt",), "engines": False}, "kv_cache int8 is for target onnxruntime alone: tensorrt takes"),
     ],
 )
-def test_what_cannot_hold_int8_is_refused(operator_library: Path, options: dict, message: str) -> None:
+def test_what_cannot_hold_int8_is_refused(options: dict, message: str) -> None:
     config = TideConfig(kv_cache="int8", **options.pop("config", {}))
     with pytest.raises(ConfigError, match=message):
         ExportRequest("model", "bundle", config=config, **options)

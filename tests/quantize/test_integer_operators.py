@@ -1,7 +1,6 @@
 """The operators for matrices in 4 and 8 bits: the products of MatMulNBits, whatever is computed with a row."""
 
 import gc
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from ort_sessions import register_operators
+from ort_sessions import opened, operators_of, register_operators
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
@@ -47,15 +46,6 @@ def model(blocks: Blocks, columns: int) -> bytes:
     return ir.to_proto(ir.Model(graph, ir_version=11, functions=[integer_matmul_function(op)])).SerializeToString()
 
 
-def opened(proto: bytes, folder: Path) -> ort.InferenceSession:
-    """With the operators; skips the test where this CPU has no instructions for this one."""
-    options = ort.SessionOptions()
-    register_operators(options)
-    options.log_severity_level = 4
-    options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
-    return ort.InferenceSession(proto, options)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     ("n_size", "k_size", "block_size"),
@@ -70,11 +60,9 @@ def opened(proto: bytes, folder: Path) -> ort.InferenceSession:
         (37, 700, 256),
     ],
 )
-def test_the_operator_is_the_function(
-    operator_library: Path, n_size: int, k_size: int, block_size: int, bits: int, tmp_path: Path
-) -> None:
+def test_the_operator_is_the_function(n_size: int, k_size: int, block_size: int, bits: int, tmp_path: Path) -> None:
     proto = model(matrix(n_size, k_size, block_size, bits), k_size)
-    session, plain = opened(proto, tmp_path), ort.InferenceSession(proto)
+    session, plain = opened(proto, tmp_path), opened(proto, operators=False)
     x = np.random.default_rng(1).standard_normal((21, 1, k_size), dtype=np.float32)
     x[3] = 0
     (expected,) = plain.run(None, {"x": x})
@@ -82,8 +70,7 @@ def test_the_operator_is_the_function(
     np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
     for rows in (0, 1, 2, 3, 4, 5, 6, 8, 9, 12, 17, 20):  # not even rounding depends on how many rows there are
         np.testing.assert_array_equal(session.run(None, {"x": x[:rows]})[0], whole[:rows])
-    events = json.loads(Path(session.end_profiling()).read_text())
-    if OP_INTEGER_MATMUL[bits] not in {event.get("args", {}).get("op_name") for event in events}:
+    if OP_INTEGER_MATMUL[bits] not in operators_of(session):
         pytest.skip("this CPU has no AVX2: MatMulNBits ran")
 
 
@@ -94,11 +81,11 @@ def with_outliers(rows: int, outliers: np.ndarray = OUTLIERS) -> tuple[np.ndarra
     return weight, round_with_outliers(weight, outliers, settings, round_to_nearest)
 
 
-def test_the_operator_multiplies_outliers_by_both_their_columns(operator_library: Path, tmp_path: Path) -> None:
+def test_the_operator_multiplies_outliers_by_both_their_columns(tmp_path: Path) -> None:
     weight, blocks = with_outliers(70)
     assert (blocks.columns, blocks.inputs, blocks.packed.shape) == (352, 288, (70, 11, 16))
     proto = model(blocks, 288)
-    session, plain = opened(proto, tmp_path), ort.InferenceSession(proto)
+    session, plain = opened(proto, tmp_path), opened(proto, operators=False)
     x = np.random.default_rng(1).standard_normal((21, 1, 288), dtype=np.float32)
     x[:, :, OUTLIERS] *= 50
     (expected,), (whole,) = plain.run(None, {"x": x}), session.run(None, {"x": x})
@@ -108,40 +95,37 @@ def test_the_operator_multiplies_outliers_by_both_their_columns(operator_library
         np.testing.assert_array_equal(session.run(None, {"x": x[:rows]})[0], whole[:rows])
     single = np.abs(x @ round_to_nearest(weight, Quantization("rtn", 4, 32, True, 4)).values().T - x @ weight.T).mean()
     assert np.abs(x @ blocks.values().T - x @ weight.T).mean() < 0.2 * single
-    events = json.loads(Path(session.end_profiling()).read_text())
-    if OP_OUTLIER_MATMUL not in {event.get("args", {}).get("op_name") for event in events}:
+    if OP_OUTLIER_MATMUL not in operators_of(session):
         pytest.skip("this CPU has no AVX2: the function ran")
 
 
 @pytest.mark.parametrize("wrong", [288, -1])
-def test_the_operator_refuses_outliers_that_are_no_columns(operator_library: Path, tmp_path: Path, wrong: int) -> None:
+def test_the_operator_refuses_outliers_that_are_no_columns(wrong: int) -> None:
     _, blocks = with_outliers(8)
     outliers = OUTLIERS.copy()
     outliers[5] = wrong
-    session = opened(model(replace(blocks, outliers=outliers), 288), tmp_path)
+    session = opened(model(replace(blocks, outliers=outliers), 288))
     with pytest.raises(Exception, match=r"TideInt4OutlierMatMul takes numbers of columns|indices element out of data"):
         session.run(None, {"x": np.zeros((1, 1, 288), np.float32)})
 
 
-def test_the_operator_refuses_another_width(operator_library: Path, tmp_path: Path) -> None:
-    session = opened(model(matrix(4, 64, 32), 96), tmp_path)
+def test_the_operator_refuses_another_width() -> None:
+    session = opened(model(matrix(4, 64, 32), 96))
     with pytest.raises(Exception, match=r"TideInt4MatMul takes x|K"):
         session.run(None, {"x": np.zeros((1, 1, 96), np.float32)})
 
 
-def test_sessions_that_follow_each_other_do_not_mix_up_their_weights(operator_library: Path) -> None:
+def test_sessions_that_follow_each_other_do_not_mix_up_their_weights() -> None:
     """Memory is used again: other weights are then where those of a session before were."""
     x = np.random.default_rng(2).standard_normal((3, 1, 64), dtype=np.float32)
     for _ in range(20):
         values = np.random.default_rng().standard_normal((64, 64), dtype=np.float32)
         proto = model(round_to_nearest(values, Quantization("rtn", 4, 32, symmetric=True, accuracy_level=4)), 64)
-        options = ort.SessionOptions()
-        register_operators(options)
-        (y,) = ort.InferenceSession(proto, options).run(None, {"x": x})
-        np.testing.assert_allclose(y, ort.InferenceSession(proto).run(None, {"x": x})[0], rtol=1e-4, atol=1e-4)
+        y, expected = (opened(proto, operators=own).run(None, {"x": x})[0] for own in (True, False))
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_sessions_on_the_same_weights_share_one_copy(operator_library: Path) -> None:
+def test_sessions_on_the_same_weights_share_one_copy() -> None:
     packed = np.random.default_rng(0).integers(0, 256, (8192, 128, 16), np.uint8)
     blocks = Blocks(packed, np.ones((8192, 128), np.float32), None, 4096, 4)
     megabytes = (blocks.packed.nbytes + blocks.scales.nbytes) >> 20

@@ -143,7 +143,7 @@ def test_other_matrices_have_none(source, options) -> None:
 
 
 @pytest.mark.parametrize("kind", tiers.exhaustive_but(["llama", "gpt2"], [*CONFIGS, *FURTHER]))
-def test_bundle_reference_and_drafter_know_them(kind: str, operator_library: Path, tmp_path: Path) -> None:
+def test_bundle_reference_and_drafter_know_them(kind: str, tmp_path: Path) -> None:
     source = wide(kind)
     quantize_model(source, INT4)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)

@@ -38,7 +38,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("family", tiers.exhaustive_but(set(CASES) - {"gemma3n (text)"}, CASES))
-def test_a_quantized_graph_equals_the_model_it_stands_for(family: str, operator_library: Path, tmp_path: Path) -> None:
+def test_a_quantized_graph_equals_the_model_it_stands_for(family: str, tmp_path: Path) -> None:
     source = build(family)
     quantize_model(source, CASES[family])
     assert source.quantized is not None

@@ -94,10 +94,7 @@ def test_scale_window_and_bias_are_read(chain: str, scale: float, window: int | 
         ("back = LessOrEqual (query, key) logits = Where (back, scores, least)", "neither causal nor a window"),
         ("own = Or (causal, first_head) logits = Where (own, scores, least)", "differently from head to head"),
         (f"far = Mul (apart, apart) biased = Add (scores, far) {HIDE}", "more than the key's position"),
-        (
-            f"by_token = Gather (table, input_ids) biased = Add (scores, by_token) {HIDE}",
-            "depends on the tokens",
-        ),
+        (f"by_token = Gather (table, input_ids) biased = Add (scores, by_token) {HIDE}", "depends on the tokens"),
         (f"gate = ReduceMean (v) biased = Add (scores, gate) {HIDE}", "depends on the tokens"),
         ("mask = Where (causal, shared, least) logits = Add (scores, mask)", "depends on the tokens, other than"),
         (

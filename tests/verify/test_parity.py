@@ -153,8 +153,7 @@ def test_a_token_is_tolerated_only_where_the_reference_is_nearly_tied(source, ro
 
 
 @pytest.mark.parametrize(
-    ("precision", "gap", "tolerated"),
-    [("int8 matmuls", 0.9, True), ("int8 matmuls", 1.1, False), ("fp32", 0.9, False)],
+    ("precision", "gap", "tolerated"), [("int8 matmuls", 0.9, True), ("int8 matmuls", 1.1, False), ("fp32", 0.9, False)]
 )
 def test_rounded_inputs_leave_large_logits_that_are_nearly_tied_undecided(precision, gap, tolerated):
     """The largest is 35, of which 3 % are 1.05."""
