@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from tide_export.names.networks import HEAD, segment_name
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.handle import RequestHandle
+from tide_export.runtime.native import call
 from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.verify.export_gate import dividing_thresholds
 
@@ -214,6 +216,23 @@ def test_an_event_loop_that_ends_before_its_request_harms_nobody(graph: Engine) 
         handle, first = asyncio.run(begin(scheduler))
         ended.set()
         assert [first, *handle] == graph.generate([5], max_new_tokens=4, stop_token_ids=[]).tokens
+
+
+def test_a_request_that_ends_before_the_loop_watches_is_noticed(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(scheduler: Scheduler) -> list[int]:
+        handle = scheduler.submit([5], max_new_tokens=4, stop_token_ids=[])
+        return [token async for token in handle]
+
+    with graph.scheduler(SchedulerLimits(slots=SLOTS)) as scheduler:
+
+        def late(name: str, *arguments: object) -> None:
+            while scheduler.running or scheduler.waiting:
+                time.sleep(0.01)
+            call(name, *arguments)
+
+        monkeypatch.setattr("tide_export.runtime.watch.call", late)
+        tokens = asyncio.run(asyncio.wait_for(ask(scheduler), 10))
+    assert tokens == graph.generate([5], max_new_tokens=4, stop_token_ids=[]).tokens
 
 
 @pytest.mark.parametrize("drain", [True, False])

@@ -26,6 +26,7 @@ class Watch:
         call("scheduler_watch", scheduler, writing)
         loop = asyncio.get_running_loop()
         loop.add_reader(reading, self._wake)
+        os.write(writing, b".")  # for what happened before: a request that has ended says nothing more
         self.close = weakref.finalize(self, _close, weakref.ref(loop), scheduler, reading, writing)
 
     async def news(self) -> None:
