@@ -19,7 +19,7 @@ from known_skips import KnownSkips
 
 from tide_export.common.version import __version__
 
-pytest_plugins = ("suite_memory",)
+pytest_plugins = ("suite_memory", "quick")
 
 # Tracing makes objects by the million, nearly all of which die of their own accord: Python's collector, at its default
 # of looking every 700 of them, takes a fifteenth of the suite's time.
@@ -88,7 +88,7 @@ def traces():
 @pytest.fixture(scope="session", autouse=True)
 def _stored_traces(request: pytest.FixtureRequest) -> None:
     """Whatever exports a model takes its trace from the store."""
-    if "torch" in sys.modules:  # else no test that was collected traces anything
+    if "torch" in sys.modules:  # else a test that imports it later traces by itself, which takes longer
         from tide_export.pipeline import flow
 
         flow.trace = request.getfixturevalue("traces")

@@ -1,11 +1,10 @@
 """Tiny seeded models, one row per family, with the family's features on and every parameter randomised.
 
-The one list behind the parity tests and `tools/checks/model_families.py`, which runs every row and writes
-docs/reference/models.md. A row that cannot be exported stays, with `refused` holding a part of the sentence that names
-the reason (`refused_families`). To add a family, add a row here, or in `further_families` or `rare_families`, with two
-layers, if it repeats what others have. Models with recurrent states are in `hybrid_families`, those that read more than
-text in `multimodal_families`. There must be a row for every class that AutoModelForCausalLM loads, or a reason in
-`refused_families.UNBUILT`.
+The parity tests and `tools/checks/model_families.py`, which writes docs/reference/models.md, run these rows. One that
+cannot be exported has in `refused` a part of the sentence that names the reason (`refused_families`). To add a family,
+add a row here, or in `further_families` or `rare_families`, of two layers if it repeats what others have. Models with
+recurrent states are in `hybrid_families`, those that read more than text in `multimodal_families`. Every class that
+AutoModelForCausalLM loads must have a row, or a reason in `refused_families.UNBUILT`.
 """
 
 import torch
@@ -368,11 +367,10 @@ FAMILIES: dict[str, Family] = {
     **OTHERS,
 }
 
-EXPORTED = [name for name, family in FAMILIES.items() if not family.refused]
-REFUSED = [name for name, family in FAMILIES.items() if family.refused]
+_FEATURES = {name: family.features for name, family in FAMILIES.items() if not family.refused}
+EXPORTED, REFUSED = [*_FEATURES], [name for name in FAMILIES if name not in _FEATURES]
 # What `make test` runs: in all forms rows that together have every feature, and on one prompt with one exit others that
 # bring two features which no row before has together.
-_FEATURES = {name: FAMILIES[name].features for name in EXPORTED}
 IN_ALL_FORMS = covering(_FEATURES)
 BRIEFLY = covering({name: pairs(features) for name, features in _FEATURES.items()}, IN_ALL_FORMS)
 

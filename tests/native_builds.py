@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -101,10 +102,12 @@ class Builds:
         folder, made = self.folder / name, self.folder / name / "made"
         with locked(folder):
             if not made.is_file() or made.read_text() != key.hexdigest():
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
-                make(folder)
-                made.write_text(key.hexdigest())
+                for left in [folder, *self.folder.glob(f"{name}.part*")]:
+                    shutil.rmtree(left, ignore_errors=True)
+                part = Path(tempfile.mkdtemp(prefix=f"{name}.part", dir=self.folder))  # which no killed compiler knows
+                make(part)
+                (part / "made").write_text(key.hexdigest())
+                part.rename(folder)
         return folder
 
     def plugins(self, preset: str, target: str, *options: str) -> Path:

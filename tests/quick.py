@@ -1,10 +1,8 @@
-"""Fixtures that omit what takes seconds and has tests of its own; a folder's conftest imports those that it wants."""
+"""Fixtures that omit what takes seconds and has tests of its own; conftest makes a plugin of them."""
 
 from functools import partial
 
 import pytest
-
-from tide_export.tuning.replay import step_costs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -19,6 +17,8 @@ def unpictured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """`draft` reads few of its own prompts, and measures on two of them, a few steps."""
+    from tide_export.tuning.replay import step_costs
+
     monkeypatch.setattr("tide_export.drafting.prompts.MAX_PROMPTS", 300)
     monkeypatch.setattr("tide_export.drafting.flow.MEASURED_PROMPTS", 2)
     monkeypatch.setattr("tide_export.tuning.drafter.step_costs", partial(step_costs, rounds=3))

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiers
-from quick import unpictured  # noqa: F401 (a fixture)
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main

@@ -62,7 +62,7 @@ def runs(draw: st.DrawFn) -> tuple[Node, list[int], list[int], int, int]:
     return node, lengths, counts, draw(st.sampled_from([4, 8, 16, 64, 256])), draw(st.integers(0, 2**32 - 1))
 
 
-@cases(100, 600)
+@cases(60, 600)
 @given(case=runs())
 def test_random_runs_are_as_the_function_defines_them(case: tuple[Node, list[int], list[int], int, int]) -> None:
     node, lengths, counts, page_tokens, seed = case

@@ -33,9 +33,9 @@ FAMILIES = {
     "gpt_oss": "sinks and a window",
     "gemma3n (text)": "keys and values of earlier layers",
     "gptj": "an interleaved rotation of a part",
-    "gpt2": "no rotation",
 }
 FURTHER = {
+    "gpt2": "no rotation",
     "mistral": "a sliding window",
     "bloom": "ALiBi",
     "cohere": "an interleaved rotation",

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import report_data
-from quick import unpictured  # noqa: F401
 from report_reader import Page, read
 
 from tide_export.report.write import write_report

@@ -389,7 +389,10 @@ def test_the_command_serves_and_drains(chat_bundle: Path, seconds: str, last: st
     assert any(one.get("path") == "/v1/completions" and one["status"] == 200 for one in logged)
 
 
-def test_a_bundle_that_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_that_cannot_be_served_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tide_export.cli.serve._log", lambda _: None)  # which is for the rest of the process
     assert "is not a bundle" in refused(capsys, "serve", tmp_path)
     slots = refused(capsys, "serve", tmp_path, "--slots", 0)
     assert "--slots: Input should be greater than or equal to 1" in slots

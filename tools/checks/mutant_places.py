@@ -7,6 +7,7 @@ import ast
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 Place = tuple[int, int, str]
 
@@ -22,11 +23,11 @@ def python_places(text: str) -> Iterator[Place]:
     """Yields those of a module in Python: none in annotations, decorators, f-strings, `__all__`, calls of a logger."""
     begins = [0, *(match.end() for match in re.finditer("\n", text))]
 
-    def begin(node: ast.AST) -> int:
-        return begins[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+    def begin(node: Any) -> int:
+        return begins[node.lineno - 1] + node.col_offset
 
-    def end(node: ast.AST) -> int:
-        return begins[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+    def end(node: Any) -> int:
+        return begins[node.end_lineno - 1] + node.end_col_offset
 
     def between(nodes: Iterable[ast.AST]) -> Iterator[Place]:
         """The operators between neighbours."""
