@@ -101,6 +101,8 @@ def demo_bundle(demo_model: Path, shared: Path) -> Path:
     It has the networks for TensorRT too, and no engines.
     """
     from tide_export.calibration.config import TideConfig
+    from quick import leave_pictures_out
+
     from tide_export.pipeline import flow as pipeline
 
     bundle = shared / "demo-bundle"
@@ -118,7 +120,9 @@ def demo_bundle(demo_model: Path, shared: Path) -> Path:
                 epsilon=0.0,  # nothing is measured: what mode auto is does not depend on the machine
             )
             # With segment networks, as a machine without TensorRT makes them.
-            pipeline.export(str(demo_model), bundle, config=config, targets=("tensorrt",), engines=False)
+            with pytest.MonkeyPatch.context() as patch:
+                leave_pictures_out(patch)
+                pipeline.export(str(demo_model), bundle, config=config, targets=("tensorrt",), engines=False)
     return bundle
 
 
@@ -194,6 +198,12 @@ def _offline() -> None:
 def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test leaves anything in the user's cache, or depends on it."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_fsync() -> None:
+    """Nothing is flushed to the disk, for which tests would wait thousands of times: no machine fails while they run."""
+    os.fsync = lambda _: None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,9 +9,13 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def unpictured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are written without their pictures, which take seconds: tests/report draws them."""
-    monkeypatch.setattr("tide_export.report.plots.pngs", lambda _, *themes: [PNG] * len(themes))
-    monkeypatch.setattr("tide_export.report.write.overview", lambda *_: PNG)
+    leave_pictures_out(monkeypatch)
+
+
+def leave_pictures_out(patch: pytest.MonkeyPatch) -> None:
+    """Writes reports without their pictures, which take seconds: tests/report draws them."""
+    patch.setattr("tide_export.report.plots.pngs", lambda _, *themes: [PNG] * len(themes))
+    patch.setattr("tide_export.report.write.overview", lambda *_: PNG)
 
 
 @pytest.fixture
