@@ -100,9 +100,9 @@ def demo_bundle(demo_model: Path, shared: Path) -> Path:
 
     It has the networks for TensorRT too, and no engines.
     """
-    from tide_export.calibration.config import TideConfig
     from quick import leave_pictures_out
 
+    from tide_export.calibration.config import TideConfig
     from tide_export.pipeline import flow as pipeline
 
     bundle = shared / "demo-bundle"
@@ -202,7 +202,7 @@ def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_fsync() -> None:
-    """Nothing is flushed to the disk, for which tests would wait thousands of times: no machine fails while they run."""
+    """Nothing is flushed to the disk, for which tests would wait thousands of times: no test pulls a plug."""
     os.fsync = lambda _: None
 
 

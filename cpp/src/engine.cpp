@@ -20,6 +20,7 @@ namespace {
 
 // Prompts of a list that are decoded at once: their logits are in memory together.
 constexpr std::size_t kListSlots = 32;
+constexpr std::size_t kMaxPrompts = std::size_t{1} << 24;
 
 // Of a list's prompts in one step: nobody waits for a token of it.
 constexpr std::int64_t kListPromptTokens = 2048;
@@ -29,6 +30,15 @@ constexpr std::size_t kEvicting = 64 << 20;  // bytes, more than caches hold
 
 // With fewer a prompt of a bundle that propagates could not be divided.
 constexpr std::int64_t kMinPromptTokens = 4;
+
+constexpr std::int64_t kMostSlots = 1024;
+
+// As many as that, or as a backend takes.
+std::size_t checked_slots(std::int64_t slots) {
+  if (whole_number("slots", slots, 1) <= kMostSlots) return static_cast<std::size_t>(slots);
+  throw GenerationError("slots must be a whole number from 1 to " + std::to_string(kMostSlots) + ", not " +
+                        std::to_string(slots));
+}
 
 }  // namespace
 
@@ -120,19 +130,22 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits) const { return schedu
 Scheduler Engine::scheduler(SchedulerLimits const& limits, std::optional<AuditConfig> const& audit) const {
   backend_->process().check();
   std::shared_ptr<Audit> opened = open_audit(backend_->bundle(), audit);
-  whole_number("slots", limits.slots, 1);
+  std::size_t const slots = checked_slots(limits.slots);
   whole_number("prompt_tokens", limits.prompt_tokens, kMinPromptTokens);
   if (limits.waiting) whole_number("waiting", *limits.waiting, 1);
   if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
   whole_number("prefix_cache_bytes", limits.prefix_cache_bytes, 0);
   double const share = limits.compaction_threshold.value_or(manifest().compaction_threshold);
   number_within("compaction_threshold", share, 0, 1);
-  auto batch = backend_->start_batch(share, static_cast<std::size_t>(limits.slots));
+  auto batch = backend_->start_batch(share, slots);
   std::shared_ptr<StepLoop> loop(new StepLoop(backend_, std::move(batch), limits, opened), backend_->process());
   return Scheduler(*this, limits.slots, std::move(loop), std::move(opened));
 }
 
 GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<std::size_t> prompts) const {
+  if (prompts.value_or(0) > kMaxPrompts) {
+    throw GenerationError("a list has at most " + std::to_string(kMaxPrompts) + " prompts, not " + std::to_string(*prompts));
+  }
   auto const sequences = static_cast<std::int64_t>(prompts.value_or(1));
   GenerationConfig resolved = without_auto(backend_->bundle(), config, auto_mode(sequences), prompts.has_value());
   Request const request(*backend_, resolved, prompts);
@@ -173,7 +186,7 @@ double Engine::seconds_of_draft(std::size_t rows, std::size_t sequences) const {
 
 BatchState Engine::start_batch(double compaction_threshold, std::int64_t slots) const {
   backend_->process().check();
-  return BatchState(backend_, compaction_threshold, static_cast<std::size_t>(whole_number("slots", slots, 1)));
+  return BatchState(backend_, compaction_threshold, checked_slots(slots));
 }
 
 Tokenizer Engine::tokenizer(std::optional<std::filesystem::path> const& library) const {

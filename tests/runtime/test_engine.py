@@ -104,7 +104,7 @@ def test_a_model_without_checkpoints_generates(tmp_path: Path) -> None:
 def test_the_models_own_stop_tokens_end_it_and_are_included(tmp_path: Path, tiny: TinyModel) -> None:
     free = tiny.reference_greedy(PROMPT, [NEVER_EXIT] * 2, 30)[0]
     stop = free[7]
-    engine = load(TinyModel(eos=(49, stop)).write(tmp_path / "b"))
+    engine = load(TinyModel(eos=(0, stop)).write(tmp_path / "b"))
     done = engine.generate(PROMPT, max_new_tokens=30)
     assert done.tokens == free[: free.index(stop) + 1]
     assert done.finish_reason == "stop"

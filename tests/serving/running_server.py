@@ -9,12 +9,11 @@ from typing import Any
 
 import httpx
 import openai
-import uvicorn
 
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
-from tide_export.serving.app import build_app
 from tide_export.serving.config import ServerConfig
+from tide_export.serving.server import Server
 from tide_export.serving.service import Service
 
 KEY = "secret"
@@ -36,10 +35,11 @@ class Running:
         options = {"model_name": "demo", "api_key": KEY, "slots": 3, "waiting": 4, "body_bytes": 20_000} | config
         self.service = Service(load(bundle, provider="cpu", threads=1), ServerConfig(**options))
         self.port = free_port()
-        self._server = uvicorn.Server(uvicorn.Config(build_app(self.service), port=self.port, log_level="warning"))
+        self._server = Server(self.service, port=self.port, log_level="warning")
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         while not self._server.started:
+            assert self._thread.is_alive()
             time.sleep(0.01)
         address = f"http://127.0.0.1:{self.port}"
         self.openai = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)

@@ -81,7 +81,8 @@ def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> 
     for name in ("num_layers", "hidden_size", "vocab_size"):
         require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
     require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
-    require(all(i >= 0 for i in model.eos_token_ids), "model.eos_token_ids", "holds a negative token id")
+    known = all(0 <= i < model.vocab_size for i in model.eos_token_ids)
+    require(known, "model.eos_token_ids", "holds a token id outside the vocabulary")
     count = len(model.kv_shapes)
     whole = count > 0 and count % model.num_layers == 0
     require(whole, "model.kv_shapes", "must have one entry per layer, or as many for each")

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def parse_strictly(text: str | bytes) -> Any:
-    """Parses JSON in UTF-8 without a byte order mark and with finite numbers.
+    """Parses JSON in UTF-8 without a byte order mark, with finite numbers and no name twice in an object.
 
     Whole numbers of more than 64 bits become floats, as in C++.
 
@@ -30,7 +30,7 @@ def parse_strictly(text: str | bytes) -> Any:
         ValueError: the text is not such JSON, or nested deeper than MAX_DEPTH.
     """
     text = text.decode() if isinstance(text, bytes) else text
-    value = parse_json(text, parse_constant=_number, parse_float=_number, parse_int=_whole)
+    value = parse_json(text, parse_constant=_number, parse_float=_number, parse_int=_whole, object_pairs_hook=_object)
     _check_value(value, 0)
     return value
 
@@ -51,6 +51,13 @@ def parse_object(kind: type[T], value: Any, source: str, omitted: Sequence[str] 
 def shown_name(name: str) -> str:
     """Returns a key for a message: printable ASCII of at most SHOWN characters."""
     return json.dumps(name)[1:-1][:SHOWN]
+
+
+def _object(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(entries)
+    if len(value) < len(entries):
+        raise ValueError("an object has a name twice")
+    return value
 
 
 def _number(text: str) -> float:

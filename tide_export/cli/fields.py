@@ -28,7 +28,7 @@ def given(options: argparse.Namespace, function: Callable[..., Any] | None = Non
 def field_option(name: str, field: "FieldInfo") -> dict[str, Any]:
     """Returns help, type, and choices or metavar for the option of a field."""
     default = field.default
-    shown = "" if default is None else f" ({_shown(default)})"
+    shown = "" if default in (None, ()) else f" ({_shown(default)})"
     return {"help": f"{field.description}{shown}", **_field_type(name, field)}
 
 
@@ -67,6 +67,8 @@ def _field_type(name: str, field: "FieldInfo") -> dict[str, Any]:
         return {"choices": get_args(field.annotation)}
     if name == "checkpoints":
         return {"type": _layers, "metavar": "N,N"}
+    if get_origin(field.annotation) is tuple:
+        return {"type": get_args(field.annotation)[0], "action": "append", "metavar": "SPEC"}
     if kinds == [bool]:
         return {"type": yes_or_no, "metavar": "X"}
     text = "PROMPTS" if name == "self_generated" else "SPEC"

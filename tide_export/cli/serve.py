@@ -76,7 +76,7 @@ def run_serve(options: Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
     config = server_config(options)
     try:
-        from tide_export.serving.app import serve
+        from tide_export.serving.server import serve
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise

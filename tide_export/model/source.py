@@ -128,13 +128,16 @@ class SourceModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The model's end-of-sequence ids, of its generation config and its config together, ascending."""
+        """The model's end-of-sequence ids, of its generation config and its config together, ascending.
+
+        Those outside the vocabulary, which no token can have, are left out.
+        """
         ids: set[int] = set()
         for config in (getattr(self.model, "generation_config", None), self.model.config, self.text_config):
             value = getattr(config, "eos_token_id", None)
             if value is not None:
                 ids.update(int(item) for item in (value if isinstance(value, list | tuple) else [value]))
-        return tuple(sorted(ids))
+        return tuple(sorted(one for one in ids if 0 <= one < self.vocab_size))
 
     @torch.no_grad()
     def run(self, input_ids: torch.Tensor, layers: Sequence[int], attention_mask: torch.Tensor | None = None) -> States:

@@ -35,6 +35,8 @@ from tide_export.runtime.stepping import Batch, SingleSequence, encoded
 from tide_export.runtime.token_stream import TokenStream
 from tide_export.runtime.tokenizer import BundleTokenizer, LateText, tokenizer_of
 
+MAX_SLOTS = 1024
+LIST_SLOTS = 32  # prompts of a list that are decoded at once: their logits are in memory together
 LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step: high, because the list is returned as a whole
 ATTEMPTS = 10  # to open a bundle while exports replace it
 
@@ -270,7 +272,8 @@ class Engine:
         self, prompts: Sequence[np.ndarray], configs: Sequence[GenerationConfig], share: float | None
     ) -> list[RequestHandle]:
         """Submits the prompts to a new scheduler, whose steps run in the thread that reads the results."""
-        scheduler = self.scheduler(SchedulerLimits(slots=len(prompts), prompt_tokens=LIST_PROMPT_TOKENS), share)
+        slots = min(len(prompts), LIST_SLOTS, self.max_batch_size)
+        scheduler = self.scheduler(SchedulerLimits(slots=slots, prompt_tokens=LIST_PROMPT_TOKENS), share)
         handles = []
         for number, (prompt, one) in enumerate(zip(prompts, configs, strict=True), 1):
             try:
@@ -327,6 +330,8 @@ class Engine:
                 prefix cache or audit and one was asked for.
         """
         limits = limits or SchedulerLimits()
+        if limits.slots <= MAX_SLOTS:  # else the library refuses it
+            limits = replace(limits, slots=min(limits.slots, self.max_batch_size))
         # By all slots, not by those in use: tokens must not depend on the load.
         mode = "full" if (auto := self.auto_of(limits.slots)) is None else auto.mode
         by_default = f"{mode} by default: {sentence(self.auto)}"

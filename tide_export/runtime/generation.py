@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_size_t
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tide_export.runtime.native import Owned, library, text_at
+from tide_export.runtime.native import Logprob, Owned, library, text_at
 from tide_export.runtime.stats import ExitStats
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "timeout"]
@@ -110,5 +111,10 @@ def _logprobs(function: Any, handle: Owned) -> list[TokenLogprobs]:
         entries = function(handle, len(logprobs), ctypes.byref(count))
         if not count.value:
             return logprobs
-        (_, chosen), *top = ((entry.id, entry.logprob) for entry in entries[: count.value])
-        logprobs.append(TokenLogprobs(chosen, tuple(top)))
+        logprobs.append(token_logprobs(entries[: count.value]))
+
+
+def token_logprobs(entries: Sequence[Logprob]) -> TokenLogprobs:
+    """Returns the log-probabilities of a token, whose own entry is the first."""
+    (_, chosen), *top = ((entry.id, entry.logprob) for entry in entries)
+    return TokenLogprobs(chosen, tuple(top))

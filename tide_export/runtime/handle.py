@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from ctypes import c_int, c_int64
 from typing import Protocol
 
+from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.generation import (
     FinishReason,
     Generation,
@@ -14,14 +15,16 @@ from tide_export.runtime.generation import (
     finished,
     read_prompt_logprobs,
     take_snapshot,
+    token_logprobs,
 )
 from tide_export.runtime.hooks import Hooks
-from tide_export.runtime.native import ENDED, Owned, created, error_of, library
+from tide_export.runtime.native import ENDED, Logprob, Owned, created, error_of, library
 from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.tokenizer import LateText
 from tide_export.runtime.watch import Watch
 
 TOKENS_READ = 64  # at most, in one call
+TEXT_READ = 1024  # bytes
 WAIT_SECONDS = 0.1  # after which a waiting thread runs signal handlers
 
 
@@ -47,12 +50,19 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         handle: Owned,
         hooks: Hooks | None,
         late: LateText | None,
-        logprobs: bool,
-        prompt_logprobs: bool,
+        config: GenerationConfig,
     ) -> None:
-        """Wraps a tide_request; the other arguments are those of `TokenStream`."""
+        """Wraps a tide_request.
+
+        Args:
+            late: decodes the text if the library does not.
+        """
         self._scheduler, self._handle, self._hooks, self._late = scheduler, handle, hooks, late
-        self._with_logprobs, self._with_prompt_logprobs = logprobs, prompt_logprobs
+        self._with_logprobs = config.logprobs is not None
+        self._with_prompt_logprobs = config.prompt_logprobs is not None
+        self._entries = (Logprob * (1 + (config.logprobs or 0)))()
+        self._with_text, self._text, self._text_bytes = bool(config.stop), "", 0  # read so far
+        self._logprobs: list[TokenLogprobs] = []
         self._tokens: list[int] = []
         self._returned = 0
         self._ended = False
@@ -88,15 +98,21 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
 
         None: neither `stop` nor `detokenize` was given.
         """
-        if self._late is None:
-            return self._snapshot().text
         self._read()
-        return self._late.of(self._tokens, self._ended)
+        if self._late is not None:
+            return self._late.of(self._tokens, self._ended)
+        return self._read_text() if self._with_text else None
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of the tokens so far; None: not requested."""
-        return self._snapshot().logprobs if self._with_logprobs else None
+        if not self._with_logprobs:
+            return None
+        self._read()
+        for token in range(len(self._logprobs), len(self._tokens)):
+            count = library().tide_request_logprobs(self._handle, token, self._entries, len(self._entries))
+            self._logprobs.append(token_logprobs(self._entries[:count]))
+        return self._logprobs
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
@@ -173,6 +189,15 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
                 self._scheduler.forget(self._handle)
             if count < TOKENS_READ:
                 return
+
+    def _read_text(self) -> str:
+        """Reads the text since the last call; returns all of it."""
+        room, piece = ctypes.create_string_buffer(TEXT_READ), b""
+        while count := library().tide_request_text(self._handle, self._text_bytes + len(piece), room, TEXT_READ):
+            piece += room.raw[: min(count, TEXT_READ)]
+        self._text_bytes += len(piece)
+        self._text += piece.decode(errors="replace")
+        return self._text
 
     def _snapshot(self) -> Snapshot:
         return take_snapshot(self._so_far())

@@ -35,6 +35,7 @@ from tide_export.errors import (
 logger = logging.getLogger("tide_export")
 
 LIBRARY = Path(__file__).with_name("libtide.so")
+LEAVING_SECONDS = 10.0  # the interpreter waits at its end for steps of other threads, which then wait for ever
 ADVICE = "install tide_export again on this machine"
 
 OK, ENDED = 0, 1  # values of tide_status
@@ -118,6 +119,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "version": (c_char_p, ()),
     "last_error": (c_char_p, ()),
     "set_log": (c_void_p, (c_void_p,)),
+    "leave": (c_int, (c_double,)),
     "load": (None, (c_char_p, c_char_p, _OUT)),
     "load_networks": (None, (c_char_p, c_char_p, c_void_p, _OUT)),
     "set_error": (c_void_p, (c_char_p,)),
@@ -151,6 +153,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "submit": (None, (_HANDLE, *_REQUEST, POINTER(c_double), _OUT)),
     "request_wait": (c_void_p, (_HANDLE, c_size_t, c_double)),
     "request_read": (c_size_t, (_HANDLE, c_size_t, c_void_p, c_size_t, POINTER(c_int))),
+    "request_logprobs": (c_size_t, (_HANDLE, c_size_t, POINTER(Logprob), c_size_t)),
+    "request_text": (c_size_t, (_HANDLE, c_size_t, c_void_p, c_size_t)),
     "request_so_far": (None, (_HANDLE, _OUT)),
     "request_mode": (c_char_p, (_HANDLE,)),
     "request_cached_tokens": (c_int64, (_HANDLE,)),
@@ -160,7 +164,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sequence_step": (None, (_HANDLE, _IDS, c_size_t, c_int64, c_int, POINTER(Step))),
     "sequence_rewind": (None, (_HANDLE, c_int64)),
     "sequence_set_thresholds": (None, (_HANDLE, POINTER(c_double), c_size_t)),
-    "sequence_lengths": (c_void_p, (_HANDLE, POINTER(c_int64), POINTER(c_int64))),
+    "sequence_lengths": (None, (_HANDLE, POINTER(c_int64), POINTER(c_int64))),
     "sequence_free": (c_void_p, (_HANDLE,)),
     "sample": (None, (c_char_p, c_int64, c_void_p, c_size_t, POINTER(c_int64))),
     "batch_create": (None, (_HANDLE, c_double, c_int64, _OUT)),
@@ -188,6 +192,7 @@ _FREES = {
     "batch_create": "batch_free",
 }
 
+_left: list[bool] = []  # whether all other threads had left the library when the interpreter ended
 _interrupts: list[BaseException] = []  # at most one, raised in a callback: KeyboardInterrupt or another non-Exception
 
 
@@ -222,6 +227,8 @@ def library() -> ctypes.CDLL:
     opened.tide_set_log(ctypes.cast(_log, c_void_p))
     sys.unraisablehook = partial(_keep_ignored, sys.unraisablehook)
     atexit.register(opened.tide_set_log, None)
+    weakref.finalize(opened, int).detach()  # what it runs at exit, as the first one, is registered now: before `_leave`
+    atexit.register(_leave, opened)
     return opened
 
 
@@ -347,7 +354,13 @@ class Owned:
 
 
 def _free(free: Any, handle: c_void_p, needed: tuple[Any, ...]) -> None:
-    free(handle)  # before `needed` is released
+    if all(_left):
+        free(handle)  # before `needed` is released
+
+
+def _leave(opened: ctypes.CDLL) -> None:
+    """Makes the calls of daemon threads wait for ever, for what they use is freed after this."""
+    _left.append(bool(opened.tide_leave(LEAVING_SECONDS)))
 
 
 def created(name: str, *arguments: Any, needed: tuple[Any, ...] = ()) -> Owned:

@@ -45,7 +45,7 @@ class SchedulerLimits:
     """Limits the work and memory of a scheduler.
 
     Attributes:
-        slots: requests decoded at the same time, at most `Engine.max_batch_size`.
+        slots: requests decoded at the same time, 1024 or fewer; at most `Engine.max_batch_size` are.
         prompt_tokens: prompt tokens of one step; fewer make decoding requests wait less for prompts.
         waiting: requests in the queue beyond those for which a slot is free; None: no limit.
         kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
@@ -241,8 +241,7 @@ class Scheduler:
         late = None
         if config.detokenize and not config.stop:
             late = LateText(tokenizer_of(bundle), prompt.tolist(), config.special_tokens)
-        wanted = config.logprobs is not None, config.prompt_logprobs is not None
-        return RequestHandle(self, handle, hooks, late, *wanted)
+        return RequestHandle(self, handle, hooks, late, config)
 
     def forget(self, request: Owned) -> None:
         """Drops the hooks of a request that has ended."""

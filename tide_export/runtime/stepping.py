@@ -105,7 +105,7 @@ class SingleSequence(SequenceState):
         call("sequence_rewind", self._handle, length)
 
     def _read(self) -> None:
-        library().tide_sequence_lengths(self._handle, self._lengths, self._computed)
+        call("sequence_lengths", self._handle, self._lengths, self._computed)
 
 
 def encoded(name: str | None) -> bytes | None:

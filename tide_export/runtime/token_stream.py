@@ -18,13 +18,14 @@ from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.tokenizer import LateText
 
 TOKENS_READ = 64  # at most, in one call
+READ = c_int64 * TOKENS_READ
 
 
 class TokenStream(Iterator[int]):
     """Yields the tokens of one generation as they are generated.
 
     An exception that ends a read (KeyboardInterrupt, a time-out from a signal handler, GenerationError) loses no token:
-    the next read generates the same one.
+    the next read generates the same one. One thread at a time may use it: while one reads, others get GenerationError.
 
     Attributes:
         tokens: the tokens returned so far.
@@ -44,8 +45,7 @@ class TokenStream(Iterator[int]):
         self._with_logprobs, self._with_prompt_logprobs = logprobs, prompt_logprobs
         self._made: list[int] = []  # generated so far; `tokens` may lag
         self._ended = False
-        self._step, self._ids, self._count = library().tide_token_stream_step, (c_int64 * TOKENS_READ)(), c_size_t()
-        self._pointer = ctypes.byref(self._count)
+        self._step = library().tide_token_stream_step
 
     @property
     def stats(self) -> ExitStats:
@@ -77,9 +77,9 @@ class TokenStream(Iterator[int]):
             if self._ended:
                 raise StopIteration
             self._make_tokens()
-        token = self._made[len(self.tokens)]
-        self.tokens += (token,)  # not append: a signal handler's exception after a call would lose the token
-        return token
+        read = len(self.tokens)
+        self.tokens[read:] = self._made[read : read + 1]  # not append: an exception after a call would lose the token
+        return self._made[read]
 
     def finish(self) -> Generation:
         """Generates the remaining tokens and returns the whole generation."""
@@ -90,10 +90,11 @@ class TokenStream(Iterator[int]):
         return finished(self._so_far(), "full", self.text, *wanted)
 
     def _make_tokens(self) -> None:
-        status = self._step(self._handle, len(self._made), self._ids, TOKENS_READ, self._pointer)
+        made, ids, count = len(self._made), READ(), c_size_t()
+        status = self._step(self._handle, made, ids, TOKENS_READ, ctypes.byref(count))
         if status > ENDED:
             raise error_of(status) if self._hooks is None else self._hooks.error_of(status)
-        self._made += self._ids[: self._count.value]
+        self._made[made : made + count.value] = ids[: count.value]
         self._ended = status == ENDED
 
     def _snapshot(self) -> Snapshot:

@@ -1,29 +1,19 @@
-"""Serves OpenAI's API, health and metrics over HTTP.
-
-`build_app` builds an ASGI application from a `Service`; `serve` runs it with uvicorn for the command line.
-"""
+"""Builds the ASGI application that serves OpenAI's API, health and metrics over HTTP."""
 
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ValidationError
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from tide_export.errors import ConfigError
-from tide_export.runtime.engine import load
 from tide_export.runtime.handle import RequestHandle
 from tide_export.serving.answers import Answer
-from tide_export.serving.config import ServerConfig
 from tide_export.serving.embeddings import EmbeddingRequest, embed
 from tide_export.serving.guard import Guard, answer
 from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, refusal
@@ -34,56 +24,6 @@ from tide_export.serving.tokenizing import DetokenizeRequest, TokenizeRequest, d
 
 R = TypeVar("R")
 GONE = "the client has gone"
-TELLING_SECONDS = 5  # for the last events to reach the clients, after draining
-
-
-def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
-    """Serves a bundle until SIGTERM or SIGINT, then finishes the open requests and returns.
-
-    Args:
-        loading: arguments of `load`.
-
-    Raises:
-        TideError: the bundle cannot be loaded or served.
-    """
-    config = config if config.api_key else config.model_copy(update={"api_key": os.environ.get("TIDE_API_KEY") or None})
-    service = Service(load(bundle, **loading), config)
-    how = uvicorn.Config(
-        build_app(service),
-        host=config.host,
-        port=config.port,
-        timeout_graceful_shutdown=int(config.drain_seconds) + TELLING_SECONDS,
-        log_config=None,
-        access_log=False,
-    )
-    server = _Server(how, service)
-    server.run()
-    if not server.started:  # uvicorn has logged the reason
-        raise ConfigError(f"cannot listen on {config.host} port {config.port}")
-
-
-class _Server(uvicorn.Server):
-    """Exits with code 0 after a signal, and answers requests that outlast `drain_seconds`.
-
-    uvicorn's server raises the signal again at the end, and drops the connections of such requests.
-    """
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Cancels requests that outlast `drain_seconds`; each is answered that the server is stopping."""
-        loop, cancel_all = asyncio.get_running_loop(), partial(self._service.scheduler.close, drain=False)
-        timer = loop.call_later(self._service.config.drain_seconds, loop.run_in_executor, None, cancel_all)
-        await super().shutdown(sockets)
-        timer.cancel()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.handle_exit)
-        yield
 
 
 def build_app(service: Service) -> FastAPI:
@@ -99,6 +39,8 @@ def build_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="tide_export", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
     app.add_middleware(Guard, config=service.config, metrics=service.metrics)
+    if allowed := service.config.allow_origin:  # around the guard: what a browser asks beforehand has no key
+        app.add_middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> JSONResponse:

@@ -32,8 +32,17 @@ async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
     """Answers a request; at most as many texts are queued at a time as the server has slots.
 
     Raises:
-        ApiError: the request names another model, an option or a text is refused, the queue is full, or a text failed.
+        ApiError: the request names another model, an option or a text is refused, the queue is full, a text failed, or
+            all of them together took longer than a request may.
     """
+    try:
+        async with asyncio.timeout(service.config.request_seconds):
+            return await _embed(service, request)
+    except TimeoutError:
+        raise service.too_long() from None
+
+
+async def _embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
     service.check_model(request.model)
     fields = request.model_dump(include={"pooling", "layer", "dimensions", "normalize"})
     try:

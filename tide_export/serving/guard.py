@@ -47,6 +47,7 @@ class Guard:
         try:
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
             if scope["path"].startswith(GUARDED):
+                self._check_origin(headers)
                 self._check_key(headers)
                 self._check_rate(headers, scope)
             await self._app(scope, self._bounded(headers, receive), counted)
@@ -65,10 +66,16 @@ class Guard:
             fields = {"method": scope["method"], "path": asked, "status": status, "seconds": round(seconds, 4)}
             logger.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})
 
+    def _check_origin(self, headers: dict[str, str]) -> None:
+        """Refuses pages of a browser, which reach servers that are closed to others; those who have a key may."""
+        origin, allowed = headers.get("origin"), self._config.allow_origin
+        if origin is not None and self._config.api_key is None and not {origin, "*"} & set(allowed):
+            raise ApiError(403, f"pages of {origin} may not use this server: start it with --allow-origin {origin}")
+
     def _check_key(self, headers: dict[str, str]) -> None:
         key = self._config.api_key
         authorization = headers.get("authorization", "")
-        if key is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
+        if key is not None and not hmac.compare_digest(authorization.encode("latin-1"), f"Bearer {key}".encode()):
             raise ApiError(401, "give the server's API key: Authorization: Bearer KEY", "authentication_error")
 
     def _check_rate(self, headers: dict[str, str], scope: Scope) -> None:

@@ -6,10 +6,12 @@ does not support are refused, unless their value changes nothing.
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
@@ -28,8 +30,30 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "use_beam_search": (False,),
 }
-Stop = Annotated[str, Field(min_length=1)]
-Prompts = str | list[int] | list[str] | list[list[int]]
+
+
+def _checked_prompts(value: Any) -> Any:
+    if isinstance(value, list):
+        kinds = {type(one) for one in value}
+        ids = chain(*value) if kinds == {list} else value
+        if kinds == {str} or all(type(one) is int for one in ids):
+            return value
+    elif isinstance(value, str):
+        return value
+    raise ValueError("give a string, a list of strings, a list of token ids, or a list of lists of token ids")
+
+
+def _checked_stops(value: Any) -> Any:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        raise ValueError("give a string or a list of strings, none of them empty")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"give at most {MAX_STOPS} strings, not {len(stops)}")
+    return value
+
+
+TokenId = Annotated[int, Field(strict=True)]
+Prompts = Annotated[str | list[TokenId] | list[str] | list[list[TokenId]], BeforeValidator(_checked_prompts)]
 
 
 def listed(prompts: Prompts) -> list[str | list[int]]:
@@ -93,8 +117,8 @@ class GenerationRequest(BaseModel, ABC):
     logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     seed: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(_checked_stops)] = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -216,8 +240,8 @@ class ChatRequest(GenerationRequest):
     def _check_tools(self) -> "ChatRequest":
         check_results(self.messages)
         names = [tool.function.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"tools holds {twice!r} twice")
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"tools holds {twice[0]!r} twice")
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice 'required' needs tools")

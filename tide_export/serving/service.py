@@ -229,8 +229,12 @@ class Service:
         if handle.finish_reason == "cancelled":
             raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
         if handle.finish_reason not in FINISH_REASONS:
-            raise ApiError(504, f"the request took longer than {self.config.request_seconds:g} s", "server_error")
+            raise self.too_long()
         return FINISH_REASONS[handle.finish_reason]
+
+    def too_long(self) -> ApiError:
+        """Returns the error of a request that reached the time limit."""
+        return ApiError(504, f"the request took longer than {self.config.request_seconds:g} s", "server_error")
 
     def _room(self, ids: Sequence[int], asked: int) -> int:
         """Returns the most tokens of an answer that fit the model's context."""

@@ -26,7 +26,7 @@ class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Annotated[int, Field(strict=True, ge=0)]]
 
 
 def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:

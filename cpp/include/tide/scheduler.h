@@ -24,7 +24,7 @@ class StepLoop;  // internal
 
 // Limits the work and memory of a scheduler.
 struct SchedulerLimits {
-  std::int64_t slots = 8;  // requests decoded at the same time, at most `Engine::max_batch_size`
+  std::int64_t slots = 8;  // requests decoded at the same time, 1024 or fewer; at most `Engine::max_batch_size` are
   // Prompt tokens of one step, 4 or more; fewer make decoding requests wait less for prompts.
   std::int64_t prompt_tokens = 512;
   std::optional<std::int64_t> waiting;  // requests in the queue beyond those for which a slot is free; none: no limit
@@ -74,6 +74,8 @@ class RequestHandle {
   // Ends the request before the next step, unless it has ended; its tokens so far stay.
   void cancel();
 
+  std::optional<Token> token(std::size_t number) const;  // that of this number; none: there is none yet, or no more
+  std::string text(std::size_t from) const;  // from this byte on, without a possible start of a stop string
   Generation so_far() const;                           // its finish_reason is valid once the request has ended
   Mode mode() const;                                   // mode of decoding
   bool finished(std::size_t tokens) const;             // whether it has ended with this number of tokens

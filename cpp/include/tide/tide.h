@@ -6,8 +6,9 @@
  * end with a zero byte, which their size does not count.
  *
  * A function that returns a tide_status sets its last argument only if it returns TIDE_OK. No exception leaves a
- * function. Any thread may use an engine and a scheduler; one at a time may use any other object. Each object is freed by
- * its _free function, in any order; NULL is allowed there. Other pointers may not be NULL unless stated.
+ * function. Any thread may use an engine and a scheduler; one at a time may use any other object, and while one is in a call
+ * that runs, TIDE_GENERATION_ERROR refuses the others (and a callback of that call). Each object is freed by its _free
+ * function, in any order; NULL is allowed there. Other pointers may not be NULL unless stated.
  */
 #ifndef TIDE_TIDE_H
 #define TIDE_TIDE_H
@@ -78,6 +79,11 @@ TIDE_API void tide_report(tide_status status);
 
 /* Sets the function that receives log sentences, such as a fallback or raised thresholds. NULL, the default: stderr. */
 TIDE_API void tide_set_log(void (*log)(const char* sentence));
+
+/* Ends the use of the library by other threads than this one, for a process that is about to end: a call waits in them for
+ * ever, and no callback is called. Waits until those that run a call or a step have ended it. Returns 1, or 0 if one had not
+ * after `seconds`. */
+TIDE_API int tide_leave(double seconds);
 
 /* --- engines ------------------------------------------------------------------------------------------------------- */
 
@@ -263,6 +269,14 @@ TIDE_API void tide_request_wait(const tide_request* request, size_t from, double
 TIDE_API size_t tide_request_read(const tide_request* request, size_t from, int64_t* ids, size_t room,
                                   tide_status* status);
 
+/* Writes up to `room` of a generated token's log-probabilities, its own first, and returns how many there are; 0: none, or the
+ * token is not generated yet. */
+TIDE_API size_t tide_request_logprobs(const tide_request* request, size_t token, tide_logprob* entries, size_t room);
+
+/* Writes up to `room` bytes of the text so far from byte `from` on, which no stop string can take back, without a zero byte, and
+ * returns how many there are. */
+TIDE_API size_t tide_request_text(const tide_request* request, size_t from, char* text, size_t room);
+
 /* Return the generation so far, and the mode of decoding. */
 TIDE_API tide_status tide_request_so_far(const tide_request* request, tide_generation** generation);
 TIDE_API const char* tide_request_mode(const tide_request* request);
@@ -312,7 +326,7 @@ TIDE_API tide_status tide_sequence_step(tide_sequence* sequence, const int64_t* 
 TIDE_API tide_status tide_sequence_rewind(tide_sequence* sequence, int64_t length); /* removes all tokens after these */
 TIDE_API tide_status tide_sequence_set_thresholds(tide_sequence* sequence, const double* thresholds, size_t count);
 /* Writes, for each segment, the tokens in its K/V and the tokens that it has run over. */
-TIDE_API void tide_sequence_lengths(const tide_sequence* sequence, int64_t* lengths, int64_t* computed);
+TIDE_API tide_status tide_sequence_lengths(const tide_sequence* sequence, int64_t* lengths, int64_t* computed);
 TIDE_API void tide_sequence_free(tide_sequence* sequence);
 
 /* Chooses a token from logits [vocabulary] as a generation with these options does ("temperature", "top_k", "top_p", "min_p",

@@ -122,7 +122,9 @@ class Parser {
         std::string name = parsed_text();
         skip_whitespace();
         expect(":");
-        value.object[std::move(name)] = parsed(depth);
+        auto const [entry, is_new] = value.object.try_emplace(std::move(name));
+        if (!is_new) throw Invalid();
+        entry->second = parsed(depth);
       }
       skip_whitespace();
       if (peek() == close) break;

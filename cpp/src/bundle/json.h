@@ -1,4 +1,5 @@
-// Parses JSON strictly: UTF-8 without a byte order mark, finite numbers, at most kMaxDepth levels, nothing after the value.
+// Parses JSON strictly: UTF-8 without a byte order mark, finite numbers, at most kMaxDepth levels, no name
+// twice in an object, nothing after the value.
 // Integers of more than 64 bits become floats.
 #pragma once
 
@@ -25,7 +26,7 @@ class Json {
   double real = 0;
   std::string text;
   std::vector<Json> list;
-  std::map<std::string, Json> object;     // of equal names the last counts
+  std::map<std::string, Json> object;
   std::size_t begin = 0, end = 0;  // where it is in the text that was parsed
 
   bool is(Kind wanted) const { return kind == wanted; }

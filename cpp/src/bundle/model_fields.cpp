@@ -58,8 +58,8 @@ void check_model(ModelInfo const& model, Require const& require) {
   require(model.hidden_size >= 1, "model.hidden_size", "must be 1 or more");
   require(model.vocab_size >= 1, "model.vocab_size", "must be 1 or more");
   require(model.context_length.value_or(1) >= 1, "model.context_length", "must be 1 or more");
-  require(all(model.eos_token_ids, [](auto id) { return id >= 0; }), "model.eos_token_ids",
-          "holds a negative token id");
+  require(all(model.eos_token_ids, [&](auto id) { return 0 <= id && id < model.vocab_size; }), "model.eos_token_ids",
+          "holds a token id outside the vocabulary");
   auto const entries = static_cast<std::int64_t>(model.kv_shapes.size());
   require(entries > 0 && entries % model.num_layers == 0, "model.kv_shapes",
           "must have one entry per layer, or as many for each");

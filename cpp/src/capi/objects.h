@@ -2,14 +2,18 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "leaving.h"
 #include "tide/batch.h"
+#include "tide/errors.h"
 #include "tide/scheduler.h"
 #include "tide/tide.h"
 
@@ -57,21 +61,51 @@ tide_status reported(int reports, tide_status returned);
 // The status of the exception that is being handled.
 tide_status fail() noexcept;
 
-// Returns what `work` returns, or the status of its exception.
+// Returns the status that `work` returns, TIDE_OK if it returns nothing, or that of its exception.
 template <typename F>
-tide_status guarded_status(F const& work) noexcept {
+tide_status guarded(F const& work) noexcept {
+  Inside const inside;
   try {
-    return work();
+    if constexpr (std::is_void_v<decltype(work())>) {
+      work();
+      return TIDE_OK;
+    } else {
+      return work();
+    }
   } catch (...) {
     return fail();
   }
 }
 
-template <typename F>
-tide_status guarded(F const& work) noexcept {
-  return guarded_status([&] {
-    work();
-    return TIDE_OK;
+// Refuses a call of an object while another one runs.
+class OneCall {
+ public:
+  explicit OneCall(char const* what) : what_(what) {}
+
+  // Throws GenerationError: another thread, or a callback's caller, is in a call of the object.
+  auto begin() const {
+    if (running_.test_and_set()) {
+      throw GenerationError("another thread, or the caller of this callback, uses this " + std::string(what_) +
+                            ", which serves one call at a time: give each thread one of its own");
+    }
+    return std::unique_ptr<std::atomic_flag, Clear>(&running_);
+  }
+
+ private:
+  struct Clear {
+    void operator()(std::atomic_flag* flag) const { flag->clear(); }
+  };
+
+  char const* const what_;
+  mutable std::atomic_flag running_ = ATOMIC_FLAG_INIT;
+};
+
+// As `guarded`, of a call of an object that serves one at a time.
+template <typename T, typename F>
+tide_status alone(T const* object, F const& work) noexcept {
+  return guarded([&] {
+    auto const running = object->one.begin();
+    return work();
   });
 }
 
@@ -128,6 +162,7 @@ struct tide_generation {
 
 struct tide_token_stream {
   tide::TokenStream stream;
+  tide::capi::OneCall one{"token stream"};
 };
 
 struct tide_scheduler {
@@ -138,17 +173,21 @@ struct tide_scheduler {
 struct tide_request {
   tide::RequestHandle handle;
   tide::Logprobs logprobs = {};  // of the last token read
+  tide::capi::OneCall one{"request"};
 };
 
 struct tide_text_stream {
   tide::TextStream stream;
   std::string piece = {};
+  tide::capi::OneCall one{"text stream"};
 };
 
 struct tide_sequence {
   tide::State state;
+  tide::capi::OneCall one{"sequence"};
 };
 
 struct tide_batch {
   tide::BatchState batch;
+  tide::capi::OneCall one{"batch"};
 };

@@ -49,15 +49,13 @@ tide_status tide_submit(tide_scheduler* scheduler, std::int64_t const* prompt, s
 }
 
 tide_status tide_request_next(tide_request* request, tide_token* token) {
-  try {
+  return alone(request, [&] {
     auto const made = request->handle.next();
     if (!made) return TIDE_ENDED;
     request->logprobs = logprobs_of(made->id, made->logprobs);
     *token = token_of(*made, request->logprobs);
     return TIDE_OK;
-  } catch (...) {
-    return fail();
-  }
+  });
 }
 
 tide_status tide_request_result(tide_request* request, tide_generation** generation) {
@@ -71,13 +69,30 @@ void tide_request_wait(tide_request const* request, std::size_t from, double sec
 std::size_t tide_request_read(tide_request const* request, std::size_t from, std::int64_t* ids, std::size_t room,
                               tide_status* status) {
   std::size_t count = 0;
-  *status = guarded_status([&] {
+  *status = guarded([&] {
     count = request->handle.read(from, ids, room);
     if (!request->handle.finished(from + count)) return TIDE_OK;
     if (auto const error = request->handle.error()) std::rethrow_exception(error);
     return TIDE_ENDED;
   });
   return count;
+}
+
+std::size_t tide_request_logprobs(tide_request const* request, std::size_t token, tide_logprob* entries, std::size_t room) {
+  tide::Logprobs found;
+  guarded([&] {
+    auto const made = request->handle.token(token);
+    if (made) found = logprobs_of(made->id, made->logprobs);
+  });
+  std::copy_n(found.begin(), std::min(room, found.size()), entries);
+  return found.size();
+}
+
+std::size_t tide_request_text(tide_request const* request, std::size_t from, char* text, std::size_t room) {
+  std::string found;
+  guarded([&] { found = request->handle.text(from); });
+  std::copy_n(found.begin(), std::min(room, found.size()), text);
+  return found.size();
 }
 
 tide_status tide_request_so_far(tide_request const* request, tide_generation** generation) {

@@ -18,7 +18,7 @@ void put_lengths(std::vector<std::int64_t> const& all, std::int64_t* lengths) {
 }
 
 std::optional<std::int64_t> given(std::int64_t max_pending) {
-  return max_pending < 0 ? std::nullopt : std::optional(max_pending);
+  return max_pending == -1 ? std::nullopt : std::optional(max_pending);
 }
 
 std::optional<std::string> named(char const* adapter) {
@@ -36,20 +36,22 @@ tide_status tide_sequence_create(tide_engine const* engine, double const* thresh
 
 tide_status tide_sequence_step(tide_sequence* sequence, std::int64_t const* ids, std::size_t count,
                                std::int64_t logits_to_keep, int full, tide_step* result) {
-  return guarded([&] { *result = step_of(sequence->state.step(ids, count, logits_to_keep, full != 0)); });
+  return alone(sequence, [&] { *result = step_of(sequence->state.step(ids, count, logits_to_keep, full != 0)); });
 }
 
 tide_status tide_sequence_rewind(tide_sequence* sequence, std::int64_t length) {
-  return guarded([&] { sequence->state.rewind(length); });
+  return alone(sequence, [&] { sequence->state.rewind(length); });
 }
 
 tide_status tide_sequence_set_thresholds(tide_sequence* sequence, double const* thresholds, std::size_t count) {
-  return guarded([&] { sequence->state.set_thresholds(vector_of(thresholds, count)); });
+  return alone(sequence, [&] { sequence->state.set_thresholds(vector_of(thresholds, count)); });
 }
 
-void tide_sequence_lengths(tide_sequence const* sequence, std::int64_t* lengths, std::int64_t* computed) {
-  put_lengths(sequence->state.lengths(), lengths);
-  put_lengths(sequence->state.computed(), computed);
+tide_status tide_sequence_lengths(tide_sequence const* sequence, std::int64_t* lengths, std::int64_t* computed) {
+  return alone(sequence, [&] {
+    put_lengths(sequence->state.lengths(), lengths);
+    put_lengths(sequence->state.computed(), computed);
+  });
 }
 
 void tide_sequence_free(tide_sequence* sequence) { delete sequence; }
@@ -79,15 +81,15 @@ std::size_t tide_batch_free_slots(tide_batch const* batch) { return batch->batch
 
 tide_status tide_batch_join(tide_batch* batch, double const* thresholds, std::size_t count, std::int64_t max_pending,
                             char const* adapter, std::size_t* slot) {
-  return guarded([&] { *slot = batch->batch.join(vector_of(thresholds, count), max_pending, named(adapter)); });
+  return alone(batch, [&] { *slot = batch->batch.join(vector_of(thresholds, count), max_pending, named(adapter)); });
 }
 
 tide_status tide_batch_leave(tide_batch* batch, std::size_t slot) {
-  return guarded([&] { batch->batch.leave(slot); });
+  return alone(batch, [&] { batch->batch.leave(slot); });
 }
 
 tide_status tide_batch_step(tide_batch* batch, tide_slot_step const* parts, std::size_t count, tide_step* results) {
-  return guarded([&] {
+  return alone(batch, [&] {
     std::vector<tide::SlotStep> steps;
     for (std::size_t i = 0; i < count; ++i) {
       tide_slot_step const& part = parts[i];
@@ -101,12 +103,12 @@ tide_status tide_batch_step(tide_batch* batch, tide_slot_step const* parts, std:
 }
 
 tide_status tide_batch_rewind(tide_batch* batch, std::size_t slot, std::int64_t length) {
-  return guarded([&] { batch->batch.rewind(slot, length); });
+  return alone(batch, [&] { batch->batch.rewind(slot, length); });
 }
 
 tide_status tide_batch_lengths(tide_batch const* batch, std::size_t slot, std::int64_t* lengths,
                                std::int64_t* computed) {
-  return guarded([&] {
+  return alone(batch, [&] {
     put_lengths(batch->batch.lengths(slot), lengths);
     put_lengths(batch->batch.computed(slot), computed);
   });

@@ -10,7 +10,7 @@ namespace {
 // Sets what a function of a text stream returns.
 template <typename F>
 tide_status put_piece(tide_text_stream* stream, char const** piece, std::size_t* size, F const& make) noexcept {
-  return guarded([&] {
+  return alone(stream, [&] {
     stream->piece = make();
     *piece = stream->piece.c_str();
     *size = stream->piece.size();
@@ -29,6 +29,7 @@ tide_logprob const* put_logprobs(std::vector<tide::Logprobs> const& all, std::si
 char const* tide_version() { return TIDE_EXPORT_VERSION; }
 
 void tide_set_log(void (*log)(char const*)) { set_log(log); }
+int tide_leave(double seconds) { return tide::leave(seconds) ? 1 : 0; }
 
 tide_status tide_load(char const* bundle, char const* options, tide_engine** engine) {
   return create(engine, [&] {
@@ -89,8 +90,8 @@ tide_status tide_token_stream_open(tide_engine const* engine, std::int64_t const
 
 tide_status tide_token_stream_step(tide_token_stream* stream, std::size_t from, std::int64_t* ids, std::size_t room,
                                    std::size_t* count) {
-  return guarded_status([&] {
-    *count = 0;
+  *count = 0;
+  return alone(stream, [&] {
     tide::TokenStream& tokens = stream->stream;
     auto const& made = tokens.tokens();
     if (from >= made.size()) tokens.step();
@@ -100,7 +101,9 @@ tide_status tide_token_stream_step(tide_token_stream* stream, std::size_t from, 
 }
 
 tide_status tide_token_stream_so_far(tide_token_stream const* stream, tide_generation** generation) {
-  return create(generation, [&] { return tide_generation(stream->stream.so_far(), stream->stream.ended()); });
+  return alone(stream, [&] {
+    return create(generation, [&] { return tide_generation(stream->stream.so_far(), stream->stream.ended()); });
+  });
 }
 
 void tide_token_stream_free(tide_token_stream* stream) { delete stream; }

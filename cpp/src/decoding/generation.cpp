@@ -81,6 +81,12 @@ void Progress::finish(FinishReason reason) {
   ended_ = true;
 }
 
+std::string Progress::text_from(std::size_t from) const {
+  if (!generation_.text) return {};
+  std::size_t const end = text_ && !ended_ ? text_->certain(*generation_.text) : generation_.text->size();
+  return from < end ? generation_.text->substr(from, end - from) : std::string();
+}
+
 Generation Progress::so_far() const {
   Generation made = generation_;
   if (text_ && !ended_) made.text->resize(text_->certain(*made.text));

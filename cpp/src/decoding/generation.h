@@ -45,7 +45,10 @@ class Progress {
   // Ends it after the last token; its text is then complete.
   void finish(FinishReason reason);
 
-  // A copy; its text is without what may become a stop string, until it has ended.
+  // Its text from byte `from` on, without what may become a stop string, until it has ended.
+  std::string text_from(std::size_t from) const;
+
+  // A copy, with that text.
   Generation so_far() const;
 
   FinishReason finish_reason() const { return generation_.finish_reason; }  // once it has ended

@@ -331,9 +331,15 @@ float const* Sampler::processed(float const* logits, std::size_t vocabulary) {
   if (!processing_) return logits;
   checked_best(logits, vocabulary);
   float const* const changed = (*processing_)(logits, vocabulary);
-  bool const left = std::all_of(changed, changed + vocabulary, [](float value) { return !std::isnan(value); }) &&
-                    std::isfinite(*std::max_element(changed, changed + vocabulary));
-  if (!left) throw ConstraintError("logits_processor, logit_bias and grammar leave no token with a finite logit");
+  auto const wrong = [](float logit) { return std::isnan(logit) || logit == std::numeric_limits<float>::infinity(); };
+  float const* const found = std::find_if(changed, changed + vocabulary, wrong);
+  if (found != changed + vocabulary) {
+    throw ConstraintError("logits_processor or logit_bias makes the logit of token " + std::to_string(found - changed) + " " +
+                          shown(double{*found}) + ": give numbers, or -inf where the token may not follow");
+  }
+  if (!std::isfinite(*std::max_element(changed, changed + vocabulary))) {
+    throw ConstraintError("logits_processor, logit_bias and grammar leave no token with a finite logit");
+  }
   return changed;
 }
 

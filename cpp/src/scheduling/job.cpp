@@ -151,6 +151,11 @@ std::optional<Token> Job::token(std::size_t number) const {
   return std::nullopt;
 }
 
+std::string Job::shown(std::size_t from) const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return progress_.text_from(from);
+}
+
 Generation Job::generation() const {
   std::lock_guard<std::mutex> const lock(mutex_);
   return progress_.so_far();

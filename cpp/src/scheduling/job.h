@@ -88,6 +88,9 @@ class Job {
   // The token of this number; none: it has ended. Throws what it failed with. The job is `ready`.
   std::optional<Token> token(std::size_t number) const;
 
+  // The text from byte `from` on, without a possible start of a stop string.
+  std::string shown(std::size_t from) const;
+
   Generation generation() const;  // so far
   Generation finished();          // once it has ended; called once
   std::optional<FinishReason> finish_reason() const;

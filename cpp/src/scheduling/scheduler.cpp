@@ -93,6 +93,8 @@ std::size_t RequestHandle::read(std::size_t from, std::int64_t* ids, std::size_t
 
 void RequestHandle::wait(std::size_t from, double seconds) const { job().wait(from, seconds); }
 bool RequestHandle::finished(std::size_t from) const { return job().finished(from); }
+std::optional<Token> RequestHandle::token(std::size_t number) const { return job().token(number); }
+std::string RequestHandle::text(std::size_t from) const { return job().shown(from); }
 Generation RequestHandle::so_far() const { return job().generation(); }
 Mode RequestHandle::mode() const { return job_->request().mode; }
 std::optional<FinishReason> RequestHandle::finish_reason() const { return job().finish_reason(); }

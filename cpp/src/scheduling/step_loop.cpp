@@ -7,6 +7,7 @@
 
 #include "decoding/acceptance.h"
 #include "generation_error.h"
+#include "leaving.h"
 #include "scheduling/audit.h"
 #include "tide/errors.h"
 
@@ -64,6 +65,7 @@ void StepLoop::add(std::shared_ptr<Job> job) {
 
 bool StepLoop::step() noexcept {
   if (!process_.is_this() || in_step()) return false;
+  Inside const inside;
   std::lock_guard<std::mutex> const stepping(stepping_);
   stepper_ = std::this_thread::get_id();
   end_cancelled();
@@ -155,6 +157,8 @@ void StepLoop::work() noexcept {
       changed_.wait(lock, [&] { return closing_ || running_ > 0 || !waiting_.empty(); });
       if (running_ == 0 && waiting_.empty()) return;
     }
+    Inside const inside(Inside::refuse);
+    if (!inside) return;
     step();
   }
 }

@@ -1,0 +1,135 @@
+"""Runs the server with uvicorn: listens, bounds its connections, ends when told to."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tide_export.errors import ConfigError
+from tide_export.runtime.engine import load
+from tide_export.serving.app import build_app
+from tide_export.serving.config import ServerConfig
+from tide_export.serving.service import Service
+
+TELLING_SECONDS = 5  # for the last events to reach the clients, after draining
+REFUSAL = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
+    """Serves a bundle until SIGTERM or SIGINT, then finishes the open requests and returns.
+
+    Args:
+        loading: arguments of `load`.
+
+    Raises:
+        TideError: the address cannot be listened on; or the bundle cannot be loaded or served.
+    """
+    config = config if config.api_key else config.model_copy(update={"api_key": os.environ.get("TIDE_API_KEY") or None})
+    with bound_socket(config) as listening:
+        service = Service(load(bundle, **loading), config)
+        Server(service).run([listening])
+
+
+def bound_socket(config: ServerConfig) -> socket.socket:
+    """Binds a socket to the server's address, which does not listen yet; ConfigError if it is in use or unknown."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port} ({reason}): give another --port or --host"
+        ) from None
+    return bound
+
+
+class Server(uvicorn.Server):
+    """Exits with code 0 after a signal, and answers requests that outlast `drain_seconds`.
+
+    uvicorn's server raises the signal again at the end, and drops the connections of such requests.
+    """
+
+    def __init__(self, service: Service, **options: Any) -> None:
+        """Prepares uvicorn; `options` override those of its `Config`."""
+        config = service.config
+        chosen: dict[str, Any] = {
+            "host": config.host,
+            "port": config.port,
+            "http": connection_class(config),
+            "timeout_graceful_shutdown": int(config.drain_seconds) + TELLING_SECONDS,
+            "log_config": None,
+            "access_log": False,
+        }
+        super().__init__(uvicorn.Config(build_app(service), **chosen | options))
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Cancels requests that outlast `drain_seconds`; each is answered that the server is stopping."""
+        cancel_all = partial(self._service.scheduler.close, drain=False)
+        cancelling = threading.Thread(target=cancel_all, daemon=True)  # the loop's own may all be busy
+        timer = asyncio.get_running_loop().call_later(self._service.config.drain_seconds, cancelling.start)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is threading.main_thread():  # no other gets signals
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.handle_exit)
+        yield
+
+
+def connection_class(config: ServerConfig) -> type[H11Protocol]:
+    """Returns uvicorn's class of connections with the server's bounds: on their number, and on the time of headers."""
+
+    class Connection(H11Protocol):
+        _late: asyncio.TimerHandle | None = None  # ends it, unless the headers of a request arrive before
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > config.connections:
+                self._refuse("503 Service Unavailable")
+            else:
+                self._expect_headers()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._expect_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._expect(None)
+
+        def _expect_headers(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._expect(None)
+            elif self._late is None:
+                self._expect(config.body_seconds)
+
+        def _expect(self, seconds: float | None) -> None:
+            if self._late is not None:
+                self._late.cancel()
+            refuse = partial(self._refuse, "408 Request Timeout")
+            self._late = None if seconds is None else self.loop.call_later(seconds, refuse)
+
+        def _refuse(self, status: str) -> None:
+            self.transport.write(REFUSAL.format(status).encode())
+            self.transport.close()
+
+    return Connection
