@@ -1,5 +1,6 @@
 """Small bundles of names and bytes, for the tests of what becomes of bundles on disk."""
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -88,6 +89,13 @@ def edit(path: Path, *keys: str | int, value: object) -> None:
     else:
         inner[keys[-1]] = value
     file.write_text(json.dumps(data))
+
+
+def put_text(bundle: Path, name: str, text: str) -> None:
+    """Writes a file of a bundle, and lists it in its tide.json."""
+    (bundle / name).write_text(text)
+    data = text.encode()
+    edit(bundle, "files", name, value={"size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 
 
 def tuned(manifest: Manifest) -> Manifest:

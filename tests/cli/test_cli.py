@@ -316,6 +316,13 @@ def test_a_reader_that_leaves_is_no_error(demo_bundle: Path):
     assert process.wait() == 0
 
 
+def test_a_closed_standard_output_is_said_at_once() -> None:
+    command = f"{sys.executable} -m tide_export.cli.main inspect no-such-bundle >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "tide-export: error: standard output is closed: write it to a file, or to /dev/null\n"
+
+
 # --- a machine that only runs bundles --------------------------------------------------------------------------------
 
 WITHOUT_EXPORT_EXTRA = """

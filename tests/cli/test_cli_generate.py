@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bundles import put_text
 from command_line import refused
 
 import tide_export
@@ -72,7 +73,7 @@ def test_a_conversation(demo_bundle: Path, tmp_path: Path, capsys, monkeypatch):
     bundle = tmp_path / "chat"
     shutil.copytree(demo_bundle, bundle)
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
-    (bundle / "chat_template.jinja").write_text(template)
+    put_text(bundle, "chat_template.jinja", template)
     engine = tide_export.load(bundle)
     ids = engine.tokenizer.encode_plain(f"# system: Be brief.\n# user: {PROMPT}\n# assistant:")
     expected = engine.generate(ids, max_new_tokens=8, mode="full").tokens

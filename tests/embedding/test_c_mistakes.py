@@ -40,6 +40,18 @@ def test_options_are_refused(loaded: CEngine, text: str, sentence: str) -> None:
     assert (refused.value.status, str(refused.value), generation.value) == (4, sentence, None)
 
 
+def resolved(loaded: CEngine, prompts: int) -> None:
+    text = ctypes.create_string_buffer(16)
+    loaded.call("resolve", loaded.handle, b"{}", c_size_t(prompts), text, c_size_t(16), byref(c_size_t()))
+
+
+def started(loaded: CEngine, max_pending: int) -> None:
+    thresholds = (ctypes.c_double * 2)(2.0, 2.0)
+    loaded.call(
+        "sequence_create", loaded.handle, thresholds, c_size_t(2), c_int64(max_pending), None, byref(c_void_p())
+    )
+
+
 def test_other_errors(loaded: CEngine, tiny_llama, demo_bundle: Path) -> None:
     functions, bundle = loaded.functions, tiny_llama.exact
     for status, sentence, call in [
@@ -47,6 +59,9 @@ def test_other_errors(loaded: CEngine, tiny_llama, demo_bundle: Path) -> None:
         (2, "options: field 'slow' is unknown", lambda: CEngine(functions, bundle, slow=0)),
         (6, "provider", lambda: CEngine(functions, bundle, provider="abacus")),
         (4, "slots must be a whole number, 1 or more, not 0", lambda: loaded.scheduler(slots=0)),
+        (4, "slots must be a whole number from 1 to 1024, not 1025", lambda: loaded.scheduler(slots=1025)),
+        (4, "a list has at most 16777216 prompts, not 18446744073709551615", lambda: resolved(loaded, 2**64 - 1)),
+        (4, "max_pending must be a whole number, 0 or more, not -2", lambda: started(loaded, -2)),
         (3, "holds no tokenizer.json, so it can only be run on token ids", lambda: loaded.generate(PROMPT, stop="a")),
         (6, "text needs a library", lambda: CEngine(functions, demo_bundle, tokenizers="/no/such.so").encode("a")),
     ]:

@@ -99,7 +99,7 @@ TEXTS: dict[str, tuple[bytes, str | None]] = {
         ),
         "parent folder": (VALID.replace("segments/head.onnx", "a/../../b"), "'files.a/../../b' is not a path inside"),
         "two at once": (VALID.replace('"created"', '"zz": 1, "aa": 2, "created"'), "field 'aa' is unknown"),
-        "the same twice": (VALID.replace('"opset"', '"opset": [], "opset"'), None),
+        "the same twice": (VALID.replace('"opset"', '"opset": [], "opset"'), INVALID),
         "a long name": (VALID.replace('"created"', f'"{"x" * 1000}": 1, "created"'), f"field '{'x' * 60}' is unknown"),
         "comment": (VALID + "// done", INVALID),
         "single quotes": (VALID.replace('"', "'"), INVALID),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bundles import put_text
 from running_server import Running
 
 from tide_export.runtime.engine import Engine, load
@@ -15,7 +16,7 @@ def chat_bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("served") / "demo"
     shutil.copytree(demo_bundle, folder)
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
-    (folder / "chat_template.jinja").write_text(template)
+    put_text(folder, "chat_template.jinja", template)
     return folder
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bundles import put_text
 from running_server import Running
 
 from tide_export.runtime.config import GenerationConfig
@@ -27,7 +28,7 @@ class Pause:
 def with_template(bundle: Path, folder: Path, template: str) -> Path:
     """A copy of a bundle with another chat template."""
     shutil.copytree(bundle, folder)
-    (folder / "chat_template.jinja").write_text(template)
+    put_text(folder, "chat_template.jinja", template)
     return folder
 
 

@@ -22,6 +22,7 @@ from tide_export.bundle.manifest import FileInfo, Manifest, check_size
 from tide_export.errors import BundleError
 
 ATTEMPTS = 100  # to open a bundle while exports replace it; each failure needs a replacement meanwhile
+MAX_TEXT_BYTES = 1 << 22  # of a file that is read as text
 CHUNK = 1 << 20  # bytes hashed at a time
 ADVICE = "export the bundle again or copy it anew"
 
@@ -107,7 +108,11 @@ class BundleFile:
         if self.size > expected.size:
             raise BundleError(f"bundle file '{self.path}' has {self.size} bytes instead of {expected.size}; {ADVICE}")
         if verify and self._sha256() != expected.sha256:
-            raise BundleError(f"bundle file '{self.path}' is corrupt: its sha256 is not the manifest's; {ADVICE}")
+            raise self.corrupt()
+
+    def corrupt(self) -> BundleError:
+        """Returns the error of a file that is not the one that the manifest lists."""
+        return BundleError(f"bundle file '{self.path}' is corrupt: its sha256 is not the manifest's; {ADVICE}")
 
     def _sha256(self) -> str:
         digest = hashlib.sha256()
@@ -162,6 +167,25 @@ class Bundle:
         if name not in self.files:
             raise BundleError(f"bundle '{self.path}' has no file {name}")
         return self.files[name]
+
+    def text(self, name: str) -> str | None:
+        """Returns one of the bundle's small files as text; None: the manifest lists no such file.
+
+        Raises:
+            BundleError: it is no UTF-8, larger than MAX_TEXT_BYTES, or not the file that the manifest lists.
+        """
+        if name not in self.files:
+            return None
+        file = self.files[name]
+        if file.size > MAX_TEXT_BYTES:
+            raise BundleError(f"bundle file '{file.path}' has {file.size} bytes, more than {MAX_TEXT_BYTES}")
+        data = file.read_bytes()
+        if hashlib.sha256(data).hexdigest() != self.manifest.files[name].sha256:
+            raise file.corrupt()
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise BundleError(f"cannot read '{file.path}': {error}") from None
 
     def check_weights(self) -> None:
         """Raises BundleError if the weights file was changed since it was opened."""

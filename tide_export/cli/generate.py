@@ -132,7 +132,7 @@ def _encoded(engine: "Engine", options: Namespace, prompts: Sequence[str]) -> li
         return [engine.tokenizer.encode(prompt) for prompt in prompts]
     from tide_export.runtime.chat_template import ChatTemplate
 
-    template = ChatTemplate(engine.bundle.path)
+    template = ChatTemplate(engine.bundle)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return [template.encode(engine.tokenizer, [*system, {"role": "user", "content": one}]) for one in prompts]
 

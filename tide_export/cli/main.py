@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: Namespace) -> int:
     """Runs the command; turns errors that users can fix into one line and an exit code."""
+    if sys.stdout is None:  # and what a command opens would take its place
+        return _fail("error: standard output is closed: write it to a file, or to /dev/null", TideError.exit_code)
     try:
         code = COMMANDS[options.command](options)
         sys.stdout.flush()  # raises BrokenPipeError here rather than at exit

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData, ModelInfo
 
 from tide_export.bundle.auto_mode import AutoMode
-from tide_export.bundle.file_names import REPORT_FILE
+from tide_export.bundle.file_names import REPORT_FILE, TEMPLATE_FILE
 from tide_export.bundle.inspect import describe_bundle
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import Bundle
@@ -21,7 +21,6 @@ from tide_export.common.formatting import percent
 from tide_export.common.version import __version__
 
 LEAD = re.compile(r'<p class="lead">(.*?)</p>', re.DOTALL)  # the report's sentence on the gains
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 TAGS = ["tide_export", "early-exit", "onnx"]
 EXIT_COLUMNS = {
@@ -91,7 +90,7 @@ def _commands(manifest: Manifest, repo: str, revision: str | None) -> str:
     engines = (
         "" if manifest.networks is None else f"\n\nTensorRT: `tide-export build {folder}` on the GPU's machine first."
     )
-    chat = " --chat" if CHAT_TEMPLATE_FILE in manifest.files else ""
+    chat = " --chat" if TEMPLATE_FILE in manifest.files else ""
     return (
         "## Run it\n\n"
         "```bash\n"

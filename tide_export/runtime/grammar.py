@@ -1,10 +1,9 @@
 """Constrains a generation to a JSON schema, a regular expression or a Lark grammar.
 
 After each token, llguidance (extra `grammar`) returns the tokens that may follow. At the end of the grammar these are
-the model's end-of-sequence tokens alone.
+the model's end-of-sequence tokens alone. Compiling a grammar can take hours and gigabytes, so another process tries it.
 """
 
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,10 +12,14 @@ import numpy as np
 from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.opened import Bundle, BundleFile
 from tide_export.errors import ConstraintError, GenerationError, one_line
+from tide_export.runtime.limited import LimitedProcess, LimitError
 from tide_export.runtime.tokenizer import tokenizer_of
 
 KINDS = ("json_schema", "regex", "grammar")  # options of `GenerationConfig`
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}  # JSON, for llguidance
+GRAMMAR_SECONDS, VOCABULARY_SECONDS = 5.0, 120.0  # of compiling one, and of the tables of a large vocabulary
+GRAMMAR_BYTES = 1 << 31
+_process = LimitedProcess("tide_export.runtime.grammar_process", GRAMMAR_SECONDS, GRAMMAR_BYTES)
 _vocabularies = WeakKeyDictionary[BundleFile, Any]()  # by open tokenizer file: creating one takes a second
 
 
@@ -30,22 +33,19 @@ class Grammar:
             json_whitespace: as in `GenerationConfig`; "x-guidance" in the schema takes precedence.
 
         Raises:
-            GenerationError: it cannot be compiled; the model has no end-of-sequence token; llguidance is missing, or
-                cannot use the tokenizer.
+            GenerationError: it cannot be compiled, or not within GRAMMAR_SECONDS; the model has no end-of-sequence
+                token; llguidance is missing, or cannot use the tokenizer.
             BundleError: the tokenizer cannot be used.
         """
-        matcher_class = _matcher_class(kind)
-        from_schema = partial(matcher_class.grammar_from_json_schema, defaults=None if json_whitespace else ONE_LINE)
-        compilers: dict[str, Any] = {
-            "json_schema": from_schema,
-            "regex": matcher_class.grammar_from_regex,
-            "grammar": matcher_class.grammar_from_lark,
-        }
         tokens = _vocabulary(bundle, kind)
-        try:
-            matcher = matcher_class(tokens, compilers[kind](text), log_level=0)
-        except ValueError as error:
-            raise GenerationError(f"{kind} cannot be compiled: {one_line(error)}") from error
+        grammar, wrong = _compiled(bundle, kind, text, not json_whitespace)
+        if wrong:
+            raise GenerationError(f"{kind} cannot be compiled: {wrong}")
+        from llguidance import LLMatcher
+
+        from tide_export.runtime.grammar_process import limits
+
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise GenerationError(f"{kind} cannot be compiled: {' '.join(matcher.get_error().split())[:200]}")
         self.kind, self._matcher, self._size = kind, matcher, bundle.manifest.model.vocab_size
@@ -113,32 +113,41 @@ class GrammarState:
             raise ConstraintError(f"{self._kind} cannot be followed: {' '.join(reason.split())[:200]}")
 
 
-def schema_error(schema: str) -> str:
+def stop_compiling() -> None:
+    """Ends a compilation that another thread waits for, which is refused then."""
+    _process.interrupt()
+
+
+def schema_error(bundle: Bundle, schema: str) -> str:
     """Returns the reason why a JSON schema cannot be made a grammar; empty: it can.
 
     Raises:
-        GenerationError: llguidance is missing.
+        GenerationError, BundleError: as `Grammar` raises them.
     """
-    matcher = _matcher_class("json_schema")
-    try:
-        reason = matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
-    except ValueError as error:
-        return one_line(error)
-    return " ".join(reason.split())[:200]
+    _vocabulary(bundle, "json_schema")
+    return _compiled(bundle, "json_schema", schema, False)[1]
 
 
-def _matcher_class(kind: str) -> Any:
+def _compiled(bundle: Bundle, kind: str, text: str, one_line_json: bool) -> tuple[str, str]:
+    """Compiles a text in another process; returns llguidance's grammar, and why it cannot be used."""
+    model = bundle.manifest.model
+    key, options = bundle.manifest.files[TOKENIZER_FILE].sha256, ONE_LINE if one_line_json else None
     try:
-        from llguidance import LLMatcher
-    except ModuleNotFoundError:
-        raise GenerationError(f"{kind} needs the package 'llguidance': pip install 'tide_export[grammar]'") from None
-    return LLMatcher
+        while (found := _process.call("compiled", key, kind, text, options)) is None:
+            tokenizer, ends = tokenizer_of(bundle).to_json(), list(model.eos_token_ids)
+            _process.call("keep_vocabulary", key, tokenizer, model.vocab_size, ends, seconds=VOCABULARY_SECONDS)
+    except (LimitError, ValueError) as error:
+        return "", str(error)
+    grammar, wrong = found
+    return grammar, wrong
 
 
 def _vocabulary(bundle: Bundle, kind: str) -> Any:
     """Returns llguidance's tables of a bundle's tokens, created once per bundle."""
-    from llguidance import LLTokenizer
-
+    try:
+        from llguidance import LLTokenizer
+    except ModuleNotFoundError:
+        raise GenerationError(f"{kind} needs the package 'llguidance': pip install 'tide_export[grammar]'") from None
     ends, file = list(bundle.manifest.model.eos_token_ids), bundle.files[TOKENIZER_FILE]
     if not ends:
         raise GenerationError(f"{kind} needs a model with an end-of-sequence token, and that of {bundle.path} has none")

@@ -24,6 +24,7 @@ from tide_export.serving.tokenizing import DetokenizeRequest, TokenizeRequest, d
 
 R = TypeVar("R")
 GONE = "the client has gone"
+SMALL_BODY = 16384  # bytes that are parsed at once: others wait for it
 
 
 def build_app(service: Service) -> FastAPI:
@@ -35,7 +36,7 @@ def build_app(service: Service) -> FastAPI:
         try:
             yield
         finally:
-            await asyncio.to_thread(service.scheduler.close, drain=False)
+            await asyncio.to_thread(service.close)
 
     app = FastAPI(title="tide_export", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
     app.add_middleware(Guard, config=service.config, metrics=service.metrics)
@@ -118,13 +119,19 @@ async def _read(request: Request, form: type[B], seconds: float) -> B:
         ApiError: it took longer than `seconds`, is not JSON, or does not have this form.
     """
     try:
-        content = json.loads(await asyncio.wait_for(request.body(), seconds))
+        body = await asyncio.wait_for(request.body(), seconds)
     except TimeoutError:
         raise ApiError(408, f"the request's body took longer than {seconds:g} s") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of more than 4300 digits
-        raise ApiError(400, f"the body is no JSON: {error}") from None
     except ClientDisconnect:
         raise ApiError(499, GONE) from None
+    return _parsed(body, form) if len(body) < SMALL_BODY else await asyncio.to_thread(_parsed, body, form)
+
+
+def _parsed(body: bytes, form: type[B]) -> B:
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of more than 4300 digits
+        raise ApiError(400, f"the body is no JSON: {error}") from None
     try:
         return form.model_validate(content)
     except ValidationError as error:
@@ -140,9 +147,12 @@ async def _answer(
     """Generates the choices of a request, and answers in the form of `make`, by default an `Answer`."""
     prompts = await asyncio.to_thread(service.prompts, request)
     choices: list[tuple[Prompt, RequestHandle]] = []
+    loop, executor = asyncio.get_running_loop(), service.executor(request)
     try:
         for prompt in prompts:
-            choices += [(prompt, handle) for handle in await asyncio.to_thread(service.submit, request, prompt)]
+            choices += [
+                (prompt, handle) for handle in await loop.run_in_executor(executor, service.submit, request, prompt)
+            ]
     except ApiError:
         cancel([handle for _, handle in choices])
         raise

@@ -18,6 +18,7 @@ from tide_export.runtime.config import GenerationConfig
 from tide_export.serving.conversation import Function, Message, NamedTool, Tool, check_results
 
 MAX_STOPS = 16
+MAX_TOOLS = 128  # OpenAI's
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20  # OpenAI's
 ANY_OBJECT = {"type": "object"}
@@ -49,6 +50,12 @@ def _checked_stops(value: Any) -> Any:
         raise ValueError("give a string or a list of strings, none of them empty")
     if len(stops) > MAX_STOPS:
         raise ValueError(f"give at most {MAX_STOPS} strings, not {len(stops)}")
+    return value
+
+
+def _checked_tools(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_TOOLS:
+        raise ValueError(f"give at most {MAX_TOOLS}, not {len(value)}")
     return value
 
 
@@ -94,7 +101,7 @@ class StructuredOutputs(BaseModel):
     def options(self) -> dict[str, Any]:
         """Returns the constraints as options of `GenerationConfig`, which allows at most one of them."""
         schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
-        choices = None if self.choice is None else "start: " + " | ".join(map(json.dumps, self.choice))
+        choices = None if self.choice is None else "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, self.choice))
         if self.grammar is not None and choices is not None:
             raise GenerationError("grammar and choice exclude each other: give one")
         return {"json_schema": schema, "regex": self.regex, "grammar": self.grammar or choices}
@@ -138,6 +145,13 @@ class GenerationRequest(BaseModel, ABC):
             if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
                 raise ValueError(f"{name} is not supported by this server")
         return self
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar has to be compiled."""
+        guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        formed = self.response_format is not None and self.response_format.type != "text"
+        return formed or self.structured_outputs is not None or any(one is not None for one in guided)
 
     @property
     @abstractmethod
@@ -223,7 +237,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(_checked_tools)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -252,6 +266,10 @@ class ChatRequest(GenerationRequest):
     @property
     def offered(self) -> list[Tool]:
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def constrained(self) -> bool:
+        return super().constrained or bool(self.offered)
 
     @property
     def callable(self) -> list[Function]:

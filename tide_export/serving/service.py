@@ -3,15 +3,16 @@
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tide_export.bundle.file_names import WEIGHTS_FILE
 from tide_export.errors import BundleError, ConfigError, ConstraintError, GenerationError, QueueFullError
-from tide_export.runtime.chat_template import ChatTemplate
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import TokenLogprobs
+from tide_export.runtime.grammar import stop_compiling
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.scheduler import AUDIT_RATE, AuditConfig, SchedulerLimits
 from tide_export.serving.call_reader import CallReader
@@ -23,6 +24,7 @@ from tide_export.serving.tool_calling import ToolCalling
 logger = logging.getLogger("tide_export.serving")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 RETRY_SECONDS = 1
+COMPILING_THREADS = 2
 MIN_PREFIX_CACHE_BYTES = 2**28
 STOPPING = "the server is stopping"
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
@@ -93,10 +95,11 @@ class Service:
             audit = AuditConfig(rate=config.audit_rate or AUDIT_RATE, epsilon=config.audit_epsilon)
         self.scheduler = engine.scheduler(limits, audit=audit)
         self.metrics = Metrics(self.scheduler)
+        self._compiling = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
         self._calling: ToolCalling | None = None
         self._no_template = ""
         try:
-            self._calling = ToolCalling(ChatTemplate(engine.bundle.path), self.tokenizer, config.tool_parser)
+            self._calling = ToolCalling(engine.bundle, self.tokenizer, config.tool_parser)
             logger.info("%s", self._calling.sentence())
         except BundleError as error:
             self._no_template = str(error)
@@ -156,6 +159,16 @@ class Service:
             ApiError: the server is stopping, the queue is full, or an option or the prompt is refused.
         """
         return self.put(prompt.ids, self._configs(request, prompt))
+
+    def executor(self, request: GenerationRequest) -> ThreadPoolExecutor | None:
+        """Returns the threads that submit a request: those with grammars, which take longer, have their own."""
+        return self._compiling if request.constrained else None
+
+    def close(self) -> None:
+        """Ends what still runs; waits for the step in progress alone."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        stop_compiling()
+        self.scheduler.close(drain=False)
 
     def put(self, ids: Sequence[int], configs: Iterable[GenerationConfig]) -> list[RequestHandle]:
         """Puts generations from the same prompt into the queue, all or none; raises as `submit`."""

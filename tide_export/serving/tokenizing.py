@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from tide_export.bundle.file_names import TEMPLATE_FILE
 from tide_export.errors import GenerationError
-from tide_export.runtime.chat_template import TEMPLATE_FILE, special_tokens
+from tide_export.runtime.chat_template import special_tokens
 from tide_export.serving.protocol import ApiError, ChatRequest, refusal
 from tide_export.serving.service import Service
 
@@ -72,7 +73,6 @@ def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
     """Answers /tokenizer_info: the special tokens and the chat template, if there are any."""
-    folder, ends = service.engine.bundle.path, service.engine.manifest.model.eos_token_ids
-    info = {"eos_token": service.tokenizer.token_text(ends[0]) if ends else None} | special_tokens(folder)
-    template = folder / TEMPLATE_FILE
-    return info | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
+    ends, template = service.engine.manifest.model.eos_token_ids, service.engine.bundle.text(TEMPLATE_FILE)
+    info = {"eos_token": service.tokenizer.token_text(ends[0]) if ends else None}
+    return info | special_tokens(service.engine.bundle) | ({} if template is None else {"chat_template": template})

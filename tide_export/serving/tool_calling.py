@@ -3,11 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.chat_template import ChatTemplate
 from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.grammar import schema_error
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.serving.call_reader import CallReader
 from tide_export.serving.conversation import plain_messages
@@ -32,9 +35,14 @@ class ToolCalling:
         form: the form of calls; None: unknown.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: BundleTokenizer, parser: ToolParser) -> None:
-        """Finds the form in the template, unless `parser` names it."""
-        self._template, self._tokenizer = template, tokenizer
+    def __init__(self, bundle: Bundle, tokenizer: BundleTokenizer, parser: ToolParser) -> None:
+        """Finds the form in the bundle's chat template, unless `parser` names it.
+
+        Raises:
+            BundleError, GenerationError: as `ChatTemplate` raises them.
+        """
+        self._template, self._tokenizer = (template := ChatTemplate(bundle)), tokenizer
+        self._schema_error = partial(schema_error, bundle)
         self.described = not template.takes_tools
         detected = FORMS["hermes"] if self.described else form_of(template.source)
         self.form = detected if parser == "auto" else FORMS[parser]
@@ -68,7 +76,7 @@ class ToolCalling:
                 a grammar.
         """
         form, functions, token_of = self._known_form(), request.callable, self._tokenizer.added_token
-        calls = CallGrammar(form, functions, request.several, request.json_whitespace, token_of)
+        calls = CallGrammar(form, functions, request.several, request.json_whitespace, token_of, self._schema_error)
         other = next((name for name in ("json_schema", "regex", "grammar") if getattr(config, name) is not None), None)
         if other is not None and (request.must_call or other != "json_schema"):
             raise GenerationError(f"{other} and calls of tools exclude each other: give one, or tool_choice 'none'")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.grammar import ONE_LINE, schema_error
+from tide_export.runtime.grammar import ONE_LINE
 from tide_export.serving.conversation import NO_ARGUMENTS, Function
 
 ToolParser = Literal["auto", "hermes", "llama3", "mistral", "functionary"]
@@ -112,6 +112,7 @@ class CallGrammar:
         several: whether more than one call may be written.
         whitespace: whether JSON may have spaces and line breaks anywhere.
         token: returns the id of the added token with a text, or None.
+        schema_error: returns why a JSON schema cannot be made a grammar; "": it can.
     """
 
     form: ToolForm
@@ -119,6 +120,7 @@ class CallGrammar:
     several: bool
     whitespace: bool
     token: Callable[[str], int | None]
+    schema_error: Callable[[str], str]
 
     def forced(self) -> str:
         """Returns a grammar of calls and nothing else."""
@@ -159,7 +161,7 @@ class CallGrammar:
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(self.functions)))]
         for number, one in enumerate(self.functions):
             opening, closing = self._literally(before.replace("{name}", one.name)), self._literally(self.form.after)
-            rules.append(f"call_{number}: {opening} %json {self._json(schema_of(one))} {closing}")
+            rules.append(f"call_{number}: {opening} %json {self._json(self._schema_of(one))} {closing}")
         return rules
 
     def _json(self, schema: dict[str, Any]) -> str:
@@ -175,18 +177,17 @@ class CallGrammar:
         parts = re.split("(" + "|".join([*map(re.escape, tokens), LEXEMES]) + ")", text)
         return " ".join(tokens.get(part) or json.dumps(part) for part in parts if part)
 
+    def _schema_of(self, function: Function) -> dict[str, Any]:
+        """Returns the schema of a function's arguments.
 
-def schema_of(function: Function) -> dict[str, Any]:
-    """Returns the schema of a function's arguments.
+        Unless the function is strict, keywords that a grammar does not support are ignored.
 
-    Unless the function is strict, keywords that a grammar does not support are ignored.
-
-    Raises:
-        GenerationError: it is strict and cannot be made a grammar; or it is not a schema.
-    """
-    schema = function.parameters or NO_ARGUMENTS
-    if not function.strict:
-        schema = schema | {"x-guidance": {"lenient": True} | schema.get("x-guidance", {})}
-    if reason := schema_error(json.dumps(schema)):
-        raise GenerationError(f"no grammar can hold the parameters of tool {function.name!r}: {reason}")
-    return schema
+        Raises:
+            GenerationError: it is strict and cannot be made a grammar; or it is not a schema.
+        """
+        schema = function.parameters or NO_ARGUMENTS
+        if not function.strict:
+            schema = schema | {"x-guidance": {"lenient": True} | schema.get("x-guidance", {})}
+        if reason := self.schema_error(json.dumps(schema)):
+            raise GenerationError(f"no grammar can hold the parameters of tool {function.name!r}: {reason}")
+        return schema

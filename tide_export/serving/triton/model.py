@@ -65,7 +65,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Cancels the running requests."""
-        self._service.scheduler.close(drain=False)
+        self._service.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 

@@ -13,7 +13,7 @@ from tide_export.runtime.tokenizer import BundleTokenizer
 def chat_prompts(bundle: Bundle, file: Path) -> list[list[int]]:
     """Token ids of each prompt, as a user's message where the bundle has a chat template."""
     prompts = read_prompts(file)
-    if not (bundle.path / "chat_template.jinja").is_file():
+    if "chat_template.jinja" not in bundle.files:
         tokenizer = BundleTokenizer(bundle)
         return [tokenizer.encode(prompt) for prompt in prompts]
     template = AutoTokenizer.from_pretrained(bundle.path)

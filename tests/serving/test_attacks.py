@@ -1,0 +1,224 @@
+"""What clients sent to stop a server: each is refused or bounded, and others are answered meanwhile."""
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from command_line import refused
+from running_server import KEY, PROMPT, Running
+
+from tide_export.runtime import grammar
+from tide_export.runtime.limited import LimitedProcess
+
+HOURS = {"type": "integer", "multipleOf": 9999991}  # of compiling
+ASKED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "mode": "full"}
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> Iterator[LimitedProcess]:
+    """A grammar may take half a second."""
+    process = LimitedProcess("tide_export.runtime.grammar_process", 0.5)
+    monkeypatch.setattr(grammar, "_process", process)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"guided_json": HOURS},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": HOURS}}},
+        {"guided_grammar": f"start: %json {json.dumps(HOURS)}"},
+    ],
+    ids=["guided_json", "response_format", "inside a grammar"],
+)
+def test_a_grammar_that_compiles_for_hours_stops_nobody(
+    server: Running, brief: LimitedProcess, more: dict[str, Any]
+) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        refusals = [pool.submit(server.http.post, "/v1/completions", json=ASKED | more) for _ in range(8)]
+        assert server.http.post("/v1/completions", json=ASKED).status_code == 200
+        assert not all(one.done() for one in refusals)  # they were compiling
+        assert server.http.get("/health").status_code == 200
+    for one in refusals:
+        assert one.result().status_code == 400
+        assert "cannot be compiled: takes longer than 0.5 s" in one.result().json()["error"]["message"]
+    answer = server.http.post("/v1/completions", json=ASKED | {"guided_json": {"enum": [12]}})
+    assert answer.json()["choices"][0]["text"] == "12"
+
+
+def test_a_server_ends_while_a_grammar_compiles(chat_bundle: Path) -> None:
+    running = Running(chat_bundle, drain_seconds=0.2)
+    with ThreadPoolExecutor(4) as pool:
+        asked = ASKED | {"guided_json": HOURS}
+        waiting = [pool.submit(running.http.post, "/v1/completions", json=asked) for _ in range(4)]
+        while not running.service._compiling._threads:
+            pass
+        running.stop()
+        for one in waiting:
+            assert one.exception() is not None or one.result().status_code >= 400
+
+
+def test_an_ambiguous_grammar_is_refused_before_it_takes_long(server: Running) -> None:
+    ambiguous = 'start: s\ns: a s b | s s | "a"\na: "a" | \nb: "a" | "b" |'
+    answer = server.http.post("/v1/completions", json=ASKED | {"guided_grammar": ambiguous, "max_tokens": 200})
+    assert answer.status_code == 400
+    assert "items; max is 500" in answer.json()["error"]["message"]
+
+
+def test_choices_may_be_many(server: Running) -> None:
+    """They are one lexeme, not a rule of a thousand."""
+    choices = [f"choice {number}" for number in range(600)]
+    answer = server.http.post("/v1/completions", json=ASKED | {"guided_choice": choices, "max_tokens": 20})
+    assert answer.json()["choices"][0]["text"] in choices
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("completions", ASKED | {"stop": ["x"] * 3000}, "stop: give at most 16 strings, not 3000"),
+        ("completions", ASKED | {"stop": ["x", 3]}, "stop: give a string or a list of strings, none of them empty"),
+        ("completions", ASKED | {"prompt": ["a", 1]}, "prompt: give a string, a list of strings, a list of"),
+        (
+            "completions",
+            ASKED | {"prompt": [[1], "a"]},
+            "prompt: give a string, a list of strings, a list of token ids",
+        ),
+        ("completions", ASKED | {"prompt": [True, 3]}, "prompt: give a string, a list of strings, a list of"),
+        ("completions", ASKED | {"prompt": [1.0, 3]}, "prompt: give a string, a list of strings, a list of"),
+        ("completions", ASKED | {"stop_token_ids": [True]}, "stop_token_ids.0: Input should be a valid integer"),
+        ("embeddings", {"model": "demo", "input": [2.0]}, "input: give a string, a list of strings, a list of token"),
+        ("chat/completions", CHAT | {"tools": [NAMED] * 300}, "tools: give at most 128, not 300"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_named(server: Running, path: str, body: dict[str, Any], reason: str) -> None:
+    answer = server.http.post(f"/v1/{path}", content=json.dumps(body))
+    assert answer.status_code == 400, answer.text
+    assert reason in answer.json()["error"]["message"]
+
+
+def test_log_probabilities_and_text_are_read_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of them anew for each piece, which would grow with the square of the answer."""
+    from tide_export.runtime import handle
+
+    made = list[int]()
+    monkeypatch.setattr(handle, "take_snapshot", lambda of: pytest.fail("the whole generation was read"))
+    one_token = handle.token_logprobs
+    monkeypatch.setattr(handle, "token_logprobs", lambda entries: made.append(1) or one_token(entries))
+    handles = server.service.scheduler.submit([3, 4], max_new_tokens=30, logprobs=20, stop=["never"], stop_token_ids=[])
+    pieces = [len(handles.logprobs or ()) + len(handles.text or "") for _ in handles]
+    assert len(pieces) == len(made) == 30
+    assert pieces == sorted(pieces)
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bounded(chat_bundle: Path) -> Iterator[Running]:
+    running = Running(chat_bundle, connections=3, body_seconds=0.3, request_seconds=0.5, api_key=None)
+    yield running
+    running.stop()
+
+
+def connected(running: Running, text: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+    connection.sendall(text)
+    return connection
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+@pytest.mark.parametrize("text", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_headers_that_do_not_come_are_408(bounded: Running, requests: int, text: bytes) -> None:
+    with connected(bounded) as connection:
+        for _ in range(requests):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b'{"status":"ok"}'):
+                answer += connection.recv(4096)
+        connection.sendall(text)
+        received = b"".join(iter(lambda: connection.recv(4096), b""))  # until the server closes it
+    late = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+    assert received == (b"" if requests and not text else late)  # uvicorn closes idle ones without a word
+
+
+def test_connections_are_counted(bounded: Running) -> None:
+    bounded.http.close()
+    idle = [connected(bounded) for _ in range(6)]
+    answers = [connection.recv(4096).split(b"\r\n")[0] for connection in idle]
+    assert answers.count(b"HTTP/1.1 503 Service Unavailable") == 3
+    for connection in idle:
+        connection.close()
+    bounded.http = httpx.Client(base_url=f"http://127.0.0.1:{bounded.port}", timeout=60)
+    assert bounded.http.get("/health").status_code == 200
+
+
+def test_embeddings_are_bounded_as_a_whole(bounded: Running) -> None:
+    texts = [[number % 100 + 3] * 400 for number in range(400)]
+    bounded.service.config.__dict__["body_bytes"] = 1 << 24
+    answer = bounded.http.post("/v1/embeddings", json={"model": "demo", "input": texts})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (504, "the request took longer than 0.5 s")
+    assert bounded.idle()
+
+
+def test_pages_of_other_origins_are_refused(bounded: Running, chat_bundle: Path) -> None:
+    page = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+    answer = bounded.http.post("/v1/completions", json=ASKED, headers=page)
+    assert answer.status_code == 403
+    assert "start it with --allow-origin https://evil.example" in answer.json()["error"]["message"]
+    allowing = Running(chat_bundle, api_key=None, allow_origin=("https://ours.example",))
+    try:
+        ours = page | {"Origin": "https://ours.example"}
+        before = {"Access-Control-Request-Method": "POST", "Origin": "https://ours.example"}
+        assert allowing.http.post("/v1/completions", json=ASKED, headers=page).status_code == 403
+        answer = allowing.http.post("/v1/completions", json=ASKED, headers=ours)
+        assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (200, "https://ours.example")
+        assert allowing.http.options("/v1/completions", headers=before).status_code == 200
+    finally:
+        allowing.stop()
+
+
+def test_a_page_with_the_key_is_served(server: Running) -> None:
+    headers = {"Origin": "https://evil.example", "Authorization": f"Bearer {KEY}"}
+    assert server.http.post("/v1/completions", json=ASKED, headers=headers).status_code == 200
+
+
+def test_a_key_may_have_any_characters(chat_bundle: Path) -> None:
+    running = Running(chat_bundle, api_key="schlüssel-鍵")
+    try:
+        for key, status in (("schlüssel-鍵", 200), ("schlussel", 401), (KEY, 401)):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            assert running.http.get("/v1/models", headers=headers).status_code == status
+    finally:
+        running.stop()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_said_before_the_bundle_is_loaded(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tide_export.cli.serve._log", lambda options: None)  # it is of the process
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        says = refused(capsys, "serve", "no-such-bundle", "--port", str(port))
+    where = f"127.0.0.1 port {port} ({os.strerror(errno.EADDRINUSE)})"
+    assert says == f"tide-export: error: cannot listen on {where}: give another --port or --host\n"
+
+
+@pytest.mark.parametrize("option", ["drain-seconds", "request-seconds", "body-seconds"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_times_are_finite(capsys, option: str, value: str) -> None:
+    says = refused(capsys, "serve", "no-such-bundle", f"--{option}", value)
+    assert f"--{option}: Input should be a finite number" in says
