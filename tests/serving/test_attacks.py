@@ -214,7 +214,7 @@ def test_a_port_in_use_is_said_before_the_bundle_is_loaded(capsys, monkeypatch: 
         port = used.getsockname()[1]
         says = refused(capsys, "serve", "no-such-bundle", "--port", str(port))
     where = f"127.0.0.1 port {port} ({os.strerror(errno.EADDRINUSE)})"
-    assert says == f"tide-export: error: cannot listen on {where}: give another --port or --host\n"
+    assert says == f"tide-export: error: cannot listen on {where}: give another --port or --host"
 
 
 @pytest.mark.parametrize("option", ["drain-seconds", "request-seconds", "body-seconds"])
