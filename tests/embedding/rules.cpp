@@ -1,6 +1,7 @@
 // Prints what rules of the runtime give that no other interface shows: `philox C0 C1 C2 C3 K0 K1` four random words, in
 // hexadecimal as the arguments; `bounds DELTA` the lower and the upper bound after each loss from the standard input;
 // `numbers TYPE` each number of the standard input, as bits in hexadecimal, rounded to that type, and that as a float;
+// `memory GROUPS ROOT MACHINE` the bytes that the control groups of a process leave;
 // `pages BUNDLE` runs two sequences that would write the same page, as a damaged page table would let them.
 #include <cstdio>
 #include <cstdlib>
@@ -8,6 +9,7 @@
 
 #include "bundle/store.h"
 #include "decoding/random.h"
+#include "memory_limit.h"
 #include "paged/run.h"
 #include "scheduling/confidence.h"
 #include "segmented/numbers.h"
@@ -38,6 +40,11 @@ int main(int count, char** arguments) {
       std::memcpy(&bits, &back, sizeof bits);
       std::printf("%04x %08x\n", half, bits);
     }
+    return 0;
+  }
+  if (count == 5 && std::strcmp(arguments[1], "memory") == 0) {
+    std::size_t const machine = std::strtoull(arguments[4], nullptr, 10);
+    std::printf("%zu\n", tide::memory_limit(arguments[2], arguments[3], machine));
     return 0;
   }
   if (count == 3 && std::strcmp(arguments[1], "pages") == 0) {

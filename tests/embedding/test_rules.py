@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -77,3 +78,25 @@ def test_a_debug_build_stops_before_a_page_is_written_for_two_sequences(
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == -signal.SIGABRT
     assert "writes_no_page_twice" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": "300", "memory.max": "900"}, 300),
+        ("0::/a/b", {"a/b/memory.max": "200", "a/memory.max": "300"}, 200),
+        ("0::/of/the/host", {"memory.max": "400"}, 400),  # of a container without a namespace of its own
+        ("4:cpu,memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "500", "a/memory.max": "3"}, 500),
+        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, 1000),
+        ("0::/../x", {"unified/memory.max": "600"}, 600),
+        ("", {"memory.max": "3"}, 1000),
+        ("nonsense\n0::/a", {"a/memory.max": "nonsense"}, 1000),
+    ],
+)
+def test_the_least_limit_of_control_groups_counts(
+    embedding: Embedding, tmp_path: Path, groups: str, files: dict[str, str], limit: int
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert run([str(embedding.rules), "memory", groups, str(tmp_path), "1000"]) == f"{limit}\n"

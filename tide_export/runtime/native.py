@@ -80,6 +80,7 @@ class SchedulerState(Structure):
         ("waiting", c_size_t),
         ("running", c_size_t),
         ("prefix_cache_bytes", c_int64),
+        ("kv_tokens", c_int64),
         ("closed", c_int),
         ("in_step", c_int),
     )
@@ -119,6 +120,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "version": (c_char_p, ()),
     "last_error": (c_char_p, ()),
     "set_log": (c_void_p, (c_void_p,)),
+    "memory_limit": (c_int64, ()),
+    "memory_left": (c_int64, ()),
     "leave": (c_int, (c_double,)),
     "load": (None, (c_char_p, c_char_p, _OUT)),
     "load_networks": (None, (c_char_p, c_char_p, c_void_p, _OUT)),
@@ -230,6 +233,18 @@ def library() -> ctypes.CDLL:
     weakref.finalize(opened, int).detach()  # what it runs at exit, as the first one, is registered now: before `_leave`
     atexit.register(_leave, opened)
     return opened
+
+
+def memory_limit() -> int:
+    """Returns the bytes of memory that this process may have: the machine's, or what its control groups leave."""
+    limit: int = library().tide_memory_limit()
+    return limit
+
+
+def memory_left() -> int:
+    """Returns how many of these bytes this process does not use yet."""
+    left: int = library().tide_memory_left()
+    return left
 
 
 def _defect(path: Path) -> str | None:

@@ -49,7 +49,7 @@ class SchedulerLimits:
         prompt_tokens: prompt tokens of one step; fewer make decoding requests wait less for prompts.
         waiting: requests in the queue beyond those for which a slot is free; None: no limit.
         kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
-            no limit.
+            as many as there is memory for.
         prefix_cache_bytes: bytes of K/V and recurrent states of earlier prompts and answers kept for requests
             that begin with the same tokens, those in use included; 0: none.
 
@@ -189,6 +189,11 @@ class Scheduler:
     def prefix_cache_bytes(self) -> int:
         """Bytes of K/V and recurrent states in the prefix cache."""
         return self._state.prefix_cache_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of K/V that requests with a slot may have together, by `limits` and by memory."""
+        return self._state.kv_tokens
 
     @property
     def closed(self) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from tide_export.serving.app import build_app
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.service import Service
 
+logger = logging.getLogger("tide_export.serving")
 TELLING_SECONDS = 5  # for the last events to reach the clients, after draining
 REFUSAL = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -78,6 +80,13 @@ class Server(uvicorn.Server):
         }
         super().__init__(uvicorn.Config(build_app(service), **chosen | options))
         self._service = service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says where it listens, which uvicorn does not for sockets that it is given."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            host, port = listening.getsockname()[:2]
+            logger.info("running on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Cancels requests that outlast `drain_seconds`; each is answered that the server is stopping."""

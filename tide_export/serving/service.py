@@ -14,6 +14,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.grammar import stop_compiling
 from tide_export.runtime.handle import RequestHandle
+from tide_export.runtime.native import memory_left, memory_limit
 from tide_export.runtime.scheduler import AUDIT_RATE, AuditConfig, SchedulerLimits
 from tide_export.serving.call_reader import CallReader
 from tide_export.serving.config import ServerConfig
@@ -25,7 +26,7 @@ logger = logging.getLogger("tide_export.serving")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 RETRY_SECONDS = 1
 COMPILING_THREADS = 2
-MIN_PREFIX_CACHE_BYTES = 2**28
+MIN_PREFIX_CACHE_BYTES, PREFIX_CACHE_UNIT = 2**28, 2**23
 STOPPING = "the server is stopping"
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
@@ -33,12 +34,13 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 def default_prefix_cache_bytes(engine: Engine) -> int:
     """Returns the size of the weights, as a larger model has larger K/V and states, but 256 MiB or more.
 
-    0 for providers without a prefix cache.
+    At most a quarter of the memory that is left, and none of less than PREFIX_CACHE_UNIT; 0 for providers without one.
     """
     if engine.provider != "cpu":
         return 0
     weights = engine.manifest.files.get(WEIGHTS_FILE)
-    return max(MIN_PREFIX_CACHE_BYTES, weights.size if weights else 0)
+    wanted = max(MIN_PREFIX_CACHE_BYTES, weights.size if weights else 0)
+    return min(wanted, memory_left() // 4 // PREFIX_CACHE_UNIT * PREFIX_CACHE_UNIT)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,9 @@ class Service:
         if config.audit_rate is not None or config.audit_epsilon is not None:
             audit = AuditConfig(rate=config.audit_rate or AUDIT_RATE, epsilon=config.audit_epsilon)
         self.scheduler = engine.scheduler(limits, audit=audit)
+        cached = self.scheduler.limits.prefix_cache_bytes >> 20
+        memory = f"{memory_left() >> 20} MiB of {memory_limit() >> 20} left, prefix cache of {cached} MiB"
+        logger.info("memory: %s, K/V for %d tokens at a time", memory, self.scheduler.kv_tokens)
         self.metrics = Metrics(self.scheduler)
         self._compiling = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
         self._calling: ToolCalling | None = None

@@ -218,8 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", type=Path, metavar="FILE", help="results whose survivors to run, and no others")
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="of COMMAND (%(default)s)")
     options = parser.parse_args(arguments)
-    source, folders = options.tree if options.tree.exists() else ROOT, [options.only] if options.only else [*FOLDERS]
-    mutants = draw(source, folders, options.seed)
+    folders = [options.only] if options.only else [*FOLDERS]
+    mutants = draw(options.tree, folders, options.seed)  # once the tree is there
     if options.again:
         mutants = (mutant_of(record) for record in read(options.again) if record["verdict"] == "survived")
     if not options.run:

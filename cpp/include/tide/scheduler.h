@@ -123,6 +123,7 @@ class Scheduler {
   std::size_t running() const;  // number of requests with a slot
   bool closed() const;          // whether new requests are refused
   bool in_step() const;         // whether this thread is running a step, so that a callback is asking
+  std::int64_t kv_tokens() const;  // of all requests with a slot, at most: by the limits, and by memory
   std::int64_t prefix_cache_bytes() const;
 
   std::optional<AuditState> audit() const;  // none: there is no audit

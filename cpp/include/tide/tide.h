@@ -80,6 +80,11 @@ TIDE_API void tide_report(tide_status status);
 /* Sets the function that receives log sentences, such as a fallback or raised thresholds. NULL, the default: stderr. */
 TIDE_API void tide_set_log(void (*log)(const char* sentence));
 
+/* Return the bytes of memory that this process may have (the machine's, or what its control groups leave), and how many of
+ * them it has not used yet. */
+TIDE_API int64_t tide_memory_limit(void);
+TIDE_API int64_t tide_memory_left(void);
+
 /* Ends the use of the library by other threads than this one, for a process that is about to end: a call waits in them for
  * ever, and no callback is called. Waits until those that run a call or a step have ended it. Returns 1, or 0 if one had not
  * after `seconds`. */
@@ -227,6 +232,7 @@ typedef struct {
   size_t waiting; /* requests without a slot */
   size_t running; /* requests with a slot */
   int64_t prefix_cache_bytes;
+  int64_t kv_tokens; /* of K/V that requests with a slot may have together, by the limits and by memory */
   int closed;  /* whether new requests are refused */
   int in_step; /* whether this thread is running a step, so that a hook is asking */
 } tide_scheduler_state;

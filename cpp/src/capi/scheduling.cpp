@@ -22,7 +22,7 @@ void tide_scheduler_free(tide_scheduler* scheduler) { delete scheduler; }
 
 tide_scheduler_state tide_scheduler_describe(tide_scheduler const* scheduler) {
   tide::Scheduler const& described = scheduler->scheduler;
-  return {described.waiting(), described.running(), described.prefix_cache_bytes(), described.closed() ? 1 : 0,
+  return {described.waiting(), described.running(), described.prefix_cache_bytes(), described.kv_tokens(), described.closed() ? 1 : 0,
           described.in_step() ? 1 : 0};
 }
 

@@ -2,6 +2,7 @@
 
 #include "capi/objects.h"
 #include "capi/options.h"
+#include "memory_limit.h"
 
 using namespace tide::capi;
 
@@ -29,6 +30,8 @@ tide_logprob const* put_logprobs(std::vector<tide::Logprobs> const& all, std::si
 char const* tide_version() { return TIDE_EXPORT_VERSION; }
 
 void tide_set_log(void (*log)(char const*)) { set_log(log); }
+std::int64_t tide_memory_limit() { return static_cast<std::int64_t>(tide::memory_limit()); }
+std::int64_t tide_memory_left() { return static_cast<std::int64_t>(tide::memory_left()); }
 int tide_leave(double seconds) { return tide::leave(seconds) ? 1 : 0; }
 
 tide_status tide_load(char const* bundle, char const* options, tide_engine** engine) {

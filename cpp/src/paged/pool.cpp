@@ -1,7 +1,6 @@
 #include "paged/pool.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -9,6 +8,7 @@
 #include <limits>
 #include <string>
 
+#include "memory_limit.h"
 #include "names.h"
 #include "onnxruntime/session.h"
 #include "tide/errors.h"
@@ -20,10 +20,6 @@ constexpr std::size_t kArrayAlignment = 1 << 16;  // of arrays: a multiple of th
 
 std::size_t aligned(std::size_t bytes) { return (bytes + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment; }
 
-std::size_t machine_memory() {
-  return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGE_SIZE));
-}
-
 }  // namespace
 
 MemoryPool::MemoryPool(std::vector<std::size_t> const& bytes, Words words) : words_(std::move(words)) {
@@ -32,7 +28,7 @@ MemoryPool::MemoryPool(std::vector<std::size_t> const& bytes, Words words) : wor
     item_bytes_ += of_array;
   }
   constexpr std::size_t kMost = std::numeric_limits<Page>::max();
-  std::size_t items = item_bytes_ == 0 ? kMost : std::min(machine_memory() / item_bytes_, kMost);
+  std::size_t items = item_bytes_ == 0 ? kMost : std::min(memory_limit() / item_bytes_, kMost);
   bool limited = false;
   for (; items > 0 && !reserve(items); items /= 2) limited = true;
   if (limited && items > 1) {  // the rest of what the system allows is for other memory

@@ -47,6 +47,7 @@ std::size_t Scheduler::waiting() const { return loop_->waiting(); }
 std::size_t Scheduler::running() const { return loop_->running(); }
 bool Scheduler::closed() const { return loop_->closed(); }
 bool Scheduler::in_step() const { return loop_->in_step(); }
+std::int64_t Scheduler::kv_tokens() const { return loop_->kv_tokens(); }
 std::int64_t Scheduler::prefix_cache_bytes() const { return loop_->prefix_cache_bytes(); }
 std::optional<AuditState> Scheduler::audit() const {
   return audit_ == nullptr ? std::nullopt : std::optional(audit_->state());

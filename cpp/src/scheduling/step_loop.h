@@ -36,6 +36,7 @@ class StepLoop {
   std::size_t running() const;
   bool closed() const;
   bool in_step() const { return stepper_ == std::this_thread::get_id(); }
+  std::int64_t kv_tokens() const { return kv_tokens_; }
   std::int64_t prefix_cache_bytes() const { return prefixes_ == nullptr ? 0 : prefixes_->bytes(); }
 
   // A step by the reader of a handle; false: the thread does them.
