@@ -2,8 +2,10 @@
 
 #include <cmath>
 #include <limits>
+#include <sstream>
 #include <utility>
 
+#include "bundle/sha256.h"
 #include "formatting.h"
 #include "sequence.h"
 
@@ -140,6 +142,17 @@ std::vector<std::string> stop_strings(GenerationConfig const& config) {
   throw GenerationError("stop needs a tokenizer: give one as GenerationConfig::detokenizer (Engine::tokenizer)");
 }
 
+// A number that only those who know the salt can find, and that is no negative number of an adapter.
+std::int64_t salted(std::string const& salt, std::int64_t adapter) {
+  constexpr std::size_t kDigits = 15;  // hexadecimal: 60 bits
+  std::istringstream text(std::to_string(adapter) + ":" + salt);
+  std::string const digest = sha256([&](char* to, std::size_t size) {
+    text.read(to, static_cast<std::streamsize>(size));
+    return static_cast<std::size_t>(text.gcount());
+  });
+  return -(std::int64_t{1} << 61) - std::stoll(digest.substr(0, kDigits), nullptr, 16);
+}
+
 }  // namespace
 
 Request::Request(Backend const& backend, GenerationConfig const& config, std::optional<std::size_t> prompts)
@@ -148,7 +161,8 @@ Request::Request(Backend const& backend, GenerationConfig const& config, std::op
       thresholds(resolve_thresholds(backend.manifest(), config)),
       drafts(draft_limits(backend.bundle(), config)),
       max_pending(drafts ? kNoLimit : pending_limit(backend.manifest(), config.max_pending)),
-      adapter(adapter_of(backend, config.adapter)) {
+      adapter(adapter_of(backend, config.adapter)),
+      cache_root(config.cache_salt ? salted(*config.cache_salt, adapter) : -adapter) {
   Bundle const& bundle = backend.bundle();
   auto const seeds = prompts ? seeds_of(config, *prompts) : std::vector{single_seed(config)};
   for (std::optional<std::int64_t> const seed : seeds) samplers.emplace_back(config, seed);

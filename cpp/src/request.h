@@ -33,6 +33,7 @@ struct Request {
   std::vector<std::string> stop;  // none is empty
   Detokenizer detokenizer;        // none: no text is made
   std::int64_t adapter;           // as `Backend::adapter` gives it
+  std::int64_t cache_root;        // by the adapter, whose K/V are no other's, and the salt
   bool states;                    // whether the generation gets its states
   std::optional<std::size_t> prompt_logprobs;  // the most likely tokens to return for each of the prompt's; none: nothing
 

@@ -56,6 +56,7 @@ class SequenceState {
   std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
   std::int64_t settled = kNoLimit;    // tokens that a rewind will not remove, but those of the next step
   std::int64_t adapter = 0;           // as `Backend::adapter` gives it
+  std::int64_t cache_root = 0;        // 0 or less: those with the same one share a prefix cache
   std::size_t candidates = 0;         // how many of the largest logits who steps it needs; 0: all
   bool scores = true;                 // whether who steps it alone reads the router's scores
   bool states = false;                // whether who steps it needs final states

@@ -241,3 +241,13 @@ def test_states_without_room_are_refused(engine: Engine) -> None:
         engine.scheduler(SchedulerLimits(prefix_cache_bytes=sum(sizes_of(engine, 1, 1)) - TOKEN_BYTES))
     with pytest.raises(GenerationError, match="and the memory for K/V holds"):
         engine.scheduler(SchedulerLimits(prefix_cache_bytes=2**60))
+
+
+def test_prompts_are_shared_with_the_same_salt_alone(engine: Engine) -> None:
+    scheduler = scheduler_of(engine, 40)
+    seen = [
+        run(scheduler, PROMPT, **FULL | ({} if salt is None else {"cache_salt": salt}))
+        for salt in (None, "a", "b", "a", None, "b")
+    ]
+    assert len({tuple(tokens) for tokens, _ in seen}) == 1
+    assert [count > 0 for _, count in seen] == [False, False, False, True, True, True]

@@ -123,6 +123,24 @@ def test_log_probabilities_and_text_are_read_once(server: Running, monkeypatch: 
     assert pieces == sorted(pieces)
 
 
+def test_others_cannot_see_what_was_asked(chat_bundle: Path, server: Running) -> None:
+    """By the number of cached tokens, or the time that they save."""
+    prompt = [place % 90 + 3 for place in range(100)]
+
+    def cached(running: Running, **more: Any) -> int:
+        answer = running.http.post("/v1/completions", json=ASKED | {"prompt": prompt} | more)
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(server, cache_salt="ours") > 0 for _ in range(2)] == [False, True]
+    assert cached(server, cache_salt="theirs") == cached(server) == 0
+    running = Running(chat_bundle, private_cache=True)
+    try:
+        assert [cached(running) for _ in range(3)] == [0, 0, 0]
+        assert [cached(running, cache_salt="ours") > 0 for _ in range(2)] == [False, True]
+    finally:
+        running.stop()
+
+
 # --- connections -----------------------------------------------------------------------------------------------------
 
 

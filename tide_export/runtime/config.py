@@ -69,6 +69,8 @@ class GenerationConfig:
             never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: no token is pending
             there.
         adapter: name of the low-rank adapter to run with, one that the bundle was loaded with (`load`). None: none.
+        cache_salt: prompts in a scheduler's prefix cache are shared with requests of the same salt alone: nobody else
+            sees (by `cached_tokens`, or by time) what was asked. None: with those without one.
         states: return the final hidden states (`Generation.states`): in mode full of all tokens that are run, in mode
             exit of each new token at its exit (lists and schedulers only).
 
@@ -105,6 +107,7 @@ class GenerationConfig:
     special_tokens: Sequence[int] = ()
     compaction_threshold: float | None = None
     adapter: str | None = None
+    cache_salt: str | None = None
     states: bool = False
 
     def __post_init__(self) -> None:
@@ -145,10 +148,11 @@ class GenerationConfig:
         self._set("stop", _stop(self.stop))
         if self.json_schema is not None:
             self._set("json_schema", _json_schema(self.json_schema))
-        if self.adapter is not None:
-            if not isinstance(self.adapter, str):
-                raise GenerationError(f"adapter must be the name of an adapter, not {shown(self.adapter)}")
-            check_text("adapter", self.adapter)
+        for name, what in (("adapter", "the name of an adapter"), ("cache_salt", "a text")):
+            if (value := getattr(self, name)) is not None:
+                if not isinstance(value, str):
+                    raise GenerationError(f"{name} must be {what}, not {shown(value)}")
+                check_text(name, value)
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 _check_grammar(name, getattr(self, name))
@@ -205,6 +209,7 @@ class GenerationOptions(TypedDict, total=False):
     special_tokens: Sequence[int]
     compaction_threshold: float | None
     adapter: str | None
+    cache_salt: str | None
     states: bool
 
 

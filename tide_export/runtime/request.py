@@ -20,7 +20,7 @@ MAX_INT64 = 2**63 - 1
 # Options that the library takes unchanged.
 PLAIN = (
     *("mode", "threshold", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "stop_token_ids", "compaction_threshold", "adapter", "states"),
+    *("frequency_penalty", "stop_token_ids", "compaction_threshold", "adapter", "cache_salt", "states"),
 )
 WHOLE = (
     *("max_new_tokens", "min_layers", "max_pending", "prompt_lookup", "drafter", "top_k", "logprobs"),

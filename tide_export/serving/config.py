@@ -27,6 +27,9 @@ class ServerConfig(BaseModel):
         ge=0,
         description="bytes of K/V and states for requests that begin alike; on the CPU the weights' size or 256 MiB",
     )
+    private_cache: bool = Field(
+        False, description="yes: a request shares cached prompts only with others that give the same cache_salt"
+    )
     audit_rate: float | None = Field(
         None, gt=0.0, le=1.0, description="share of mode exit's tokens checked against full depth; with an epsilon 0.01"
     )

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections import deque
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ class EmbeddingRequest(BaseModel):
     pooling: Literal["last", "mean"] = "last"
     layer: int | None = Field(None, ge=1)
     normalize: bool = True
+    cache_salt: str | None = Field(None, min_length=1)
 
 
 async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
@@ -47,7 +49,7 @@ async def _embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
     fields = request.model_dump(include={"pooling", "layer", "dimensions", "normalize"})
     try:
         how = EmbeddingConfig(**fields, adapter=service.adapter_of(request.model))
-        options = how.options(service.engine.manifest)
+        options = replace(how.options(service.engine.manifest), cache_salt=service.salt_of(request.cache_salt))
         texts = await asyncio.to_thread(service.encoded, listed(request.input))
     except GenerationError as error:
         raise ApiError(400, str(error)) from None

@@ -134,6 +134,7 @@ class GenerationRequest(BaseModel, ABC):
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
     json_whitespace: bool = False
+    cache_salt: str | None = Field(None, min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
     mode: Literal["auto", "exit", "full", "lossless"] = "auto"

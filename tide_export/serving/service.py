@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import Any
 
 from tide_export.bundle.file_names import WEIGHTS_FILE
@@ -144,6 +145,10 @@ class Service:
         """Returns the adapter that a request's model means; None: none."""
         return None if name == self.model else name
 
+    def salt_of(self, given: str | None) -> str | None:
+        """Returns the salt of a request's cached prompts: what it gives, else with `private_cache` one of its own."""
+        return given or (token_hex(16) if self.config.private_cache else None)
+
     def conversation(self, request: ChatRequest) -> list[int]:
         """Returns the tokens of a conversation.
 
@@ -234,10 +239,11 @@ class Service:
         return self._calling
 
     def _configs(self, request: GenerationRequest, prompt: Prompt) -> Iterator[GenerationConfig]:
+        salt = self.salt_of(request.cache_salt)
         for choice in range(request.n):
             # At least one token: the step over the prompt generates it.
             config = request.config(max(prompt.max_tokens, 1), choice, self.engine.manifest.model.eos_token_ids)
-            config = replace(config, adapter=self.adapter_of(request.model))
+            config = replace(config, adapter=self.adapter_of(request.model), cache_salt=salt)
             if isinstance(request, ChatRequest) and request.offered:
                 config = self._chat().config(request, config)
             yield config

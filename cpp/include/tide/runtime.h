@@ -125,6 +125,8 @@ struct GenerationConfig {
   // Lossless mode: maximum drafts of the bundle's drafter per verification; 0: none. None: the bundle's.
   std::optional<std::int64_t> drafter;
   std::optional<std::string> adapter;  // one of `LoadOptions::adapters`; none: the model itself
+  // Of a scheduler with a prefix cache: prompts are shared with requests of the same salt alone. None: with those without one.
+  std::optional<std::string> cache_salt;
   // Return `Generation::states`, in mode full and, for lists and schedulers, mode exit.
   bool states = false;
   // Lists of prompts, in [0, 1]: if a smaller share of the sequences needs a segment, only those run it; else all that have

@@ -89,6 +89,7 @@ GenerationConfig generation_config(char const* text, std::function<Detokenizer()
       {"prompt_lookup", [&](Field const& field) { config.prompt_lookup = field.whole(); }},
       {"drafter", [&](Field const& field) { config.drafter = field.whole(); }},
       {"adapter", [&](Field const& field) { config.adapter = field.text(); }},
+      {"cache_salt", [&](Field const& field) { config.cache_salt = field.text(); }},
       {"states", [&](Field const& field) { config.states = field.boolean(); }},
       {"temperature", [&](Field const& field) { config.temperature = field.real(); }},
       {"top_k", [&](Field const& field) { config.top_k = field.whole(); }},

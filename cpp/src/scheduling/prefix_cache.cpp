@@ -149,8 +149,7 @@ void PrefixCache::add(Path& path, std::int64_t root, std::vector<std::int64_t> c
   starts_.splice(starts_.end(), inner_, path.back());
 }
 
-// What texts of the sequence's adapter begin after: their K/V are no other adapter's.
-std::int64_t PrefixCache::root_of(std::size_t slot) const { return -batch_.sequence(slot).adapter; }
+std::int64_t PrefixCache::root_of(std::size_t slot) const { return batch_.sequence(slot).cache_root; }
 
 // The blocks of the longest beginning of a text that is cached.
 PrefixCache::Path PrefixCache::path_of(std::int64_t root, std::vector<std::int64_t> const& ids) const {

@@ -257,6 +257,7 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
                                [&] { return batch_->join(thresholds_of(job->request()), job->request().max_pending); });
     slots_[*slot] = job;
     batch_->sequence(*slot).adapter = job->request().adapter;
+    batch_->sequence(*slot).cache_root = job->request().cache_root;
     if (job->request().drafts && drafts_ == nullptr) drafts_ = backend_->start_batch_drafts(slots_.size());
     job->begin(batch_->sequence(*slot), audit_, drafts_ == nullptr ? nullptr : &drafts_->info(), balances_);
   } catch (...) {
