@@ -21,7 +21,7 @@ MAIN = "from tide_export.runtime.limited import main; main()"
 
 
 class LimitError(Exception):
-    """Reports that a call took longer, or needed more memory, than it may; the message goes after the call's name."""
+    """Reports that a call took longer or more memory than it may; its message goes after a noun."""
 
 
 class LimitedProcess:

@@ -236,7 +236,10 @@ def library() -> ctypes.CDLL:
 
 
 def memory_limit() -> int:
-    """Returns the bytes of memory that this process may have: the machine's, or what its control groups leave."""
+    """Returns the bytes of memory that this process may have.
+
+    They are the machine's, or what its control groups (cgroup v1 and v2) leave.
+    """
     limit: int = library().tide_memory_limit()
     return limit
 

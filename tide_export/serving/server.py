@@ -41,7 +41,11 @@ def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
 
 
 def bound_socket(config: ServerConfig) -> socket.socket:
-    """Binds a socket to the server's address, which does not listen yet; ConfigError if it is in use or unknown."""
+    """Binds a socket to the server's address; it does not listen yet.
+
+    Raises:
+        ConfigError: the address is in use, or unknown.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -105,7 +109,7 @@ class Server(uvicorn.Server):
 
 
 def connection_class(config: ServerConfig) -> type[H11Protocol]:
-    """Returns uvicorn's class of connections with the server's bounds: on their number, and on the time of headers."""
+    """Returns uvicorn's class of connections, with bounds on their number and on the time of headers."""
 
     class Connection(H11Protocol):
         _late: asyncio.TimerHandle | None = None  # ends it, unless the headers of a request arrive before

@@ -146,7 +146,7 @@ class Service:
         return None if name == self.model else name
 
     def salt_of(self, given: str | None) -> str | None:
-        """Returns the salt of a request's cached prompts: what it gives, else with `private_cache` one of its own."""
+        """Returns the salt of a request's cached prompts: `given`, or with `private_cache` a new one."""
         return given or (token_hex(16) if self.config.private_cache else None)
 
     def conversation(self, request: ChatRequest) -> list[int]:
