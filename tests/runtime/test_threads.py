@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
@@ -70,7 +71,7 @@ while next(turns) < 200:
 
 @pytest.mark.parametrize("kind", ["generate", "list", "embed", "handle", "steps", "hook", "hook of a handle"])
 def test_the_interpreter_ends_while_daemon_threads_generate(kind: str, tiny_llama) -> None:
-    for _ in range(3):
+    for _ in range(int(tiers.sized("1", "8"))):
         done = subprocess.run(
             [sys.executable, "-c", ENDING, tiny_llama.exact, kind],
             env=os.environ | {"OMP_NUM_THREADS": "1"},

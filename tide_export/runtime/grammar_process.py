@@ -13,7 +13,8 @@ _vocabularies = dict[str, LLTokenizer]()
 
 
 def limits() -> LLParserLimits:
-    """Returns llguidance's bounds; with its own 2,000 items an ambiguous grammar's mask takes a second, so 25 ms."""
+    """Returns llguidance's bounds on a grammar."""
+    # With its default of 2,000 items an ambiguous grammar's mask takes a second; so 25 ms.
     return LLParserLimits(max_items_in_row=500)
 
 
@@ -23,7 +24,10 @@ def keep_vocabulary(key: str, tokenizer: str, size: int, ends: list[int]) -> Non
 
 
 def compiled(key: str, kind: str, text: str, json_options: Any) -> tuple[str, str] | None:
-    """Returns a text as a grammar of llguidance, and why it cannot be used ("": it can); None: `key` is unknown."""
+    """Returns a text as a grammar of llguidance, and why it cannot be used; "": it can.
+
+    None: there is no vocabulary `key` yet.
+    """
     if key not in _vocabularies:
         return None
     try:

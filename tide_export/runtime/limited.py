@@ -1,4 +1,4 @@
-"""Runs functions on data that may be a stranger's in a process of their own, with limits on time and memory.
+"""Runs functions on data that may be a stranger's in another process, with limits on time and memory.
 
 A library in C or Rust cannot be interrupted, and a template can fill the memory: a process can be ended. It is started
 when it is first needed, serves one call after the other, and is started anew after one that ended it.
@@ -85,7 +85,7 @@ class LimitedProcess:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-c", MAIN, self._module, str(self._memory)]
+            command = [sys.executable, "-P", "-c", MAIN, self._module, str(self._memory)]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
