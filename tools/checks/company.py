@@ -6,9 +6,9 @@
 Each round draws a company of requests, whose prompts partly begin alike, in every mode of the bundle, with and without
 sampling, penalties and adapters. They run alone, on one thread and on two; in a list; and in a scheduler, with slots,
 prompt chunks and a prefix cache drawn too, into which they come between its steps, and of which some are cancelled.
-Tokens, exits and log-probabilities must be the same in all (of a cancelled request those that it has); in mode lossless,
-tokens and log-probabilities are also those of mode full. A round that differs is one line to run again. Exit code 1 when
-one does.
+Tokens, exits and log-probabilities must be the same in all (of a cancelled request those that it has); in mode
+lossless, tokens and log-probabilities are also those of mode full. A round that differs is one line to run again. Exit
+code 1 when one does.
 """
 
 import argparse
