@@ -59,7 +59,9 @@ tide_status tide_request_next(tide_request* request, tide_token* token) {
 }
 
 tide_status tide_request_result(tide_request* request, tide_generation** generation) {
-  return create(generation, [&] { return tide_generation(request->handle.result()); });
+  return alone(request, [&] {
+    return create(generation, [&] { return tide_generation(request->handle.result()); });
+  });
 }
 
 void tide_request_wait(tide_request const* request, std::size_t from, double seconds) {
