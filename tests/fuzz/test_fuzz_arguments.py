@@ -73,6 +73,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "prompt_lookup": st.integers(0, 5),
     "drafter": st.integers(0, 5),
     "adapter": st.none(),
+    "cache_salt": st.text(max_size=3),
     "states": st.booleans(),
     "temperature": st.floats(0, 3),
     "top_k": st.integers(0, 60),

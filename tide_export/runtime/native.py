@@ -235,21 +235,6 @@ def library() -> ctypes.CDLL:
     return opened
 
 
-def memory_limit() -> int:
-    """Returns the bytes of memory that this process may have.
-
-    They are the machine's, or what its control groups (cgroup v1 and v2) leave.
-    """
-    limit: int = library().tide_memory_limit()
-    return limit
-
-
-def memory_left() -> int:
-    """Returns how many of these bytes this process does not use yet."""
-    left: int = library().tide_memory_left()
-    return left
-
-
 def _defect(path: Path) -> str | None:
     """Returns a defect of the file that the loader would not report or would crash on; None: none."""
     if not path.is_file():

@@ -15,7 +15,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.grammar import stop_compiling
 from tide_export.runtime.handle import RequestHandle
-from tide_export.runtime.native import memory_left, memory_limit
+from tide_export.runtime.memory import memory_left, memory_limit
 from tide_export.runtime.scheduler import AUDIT_RATE, AuditConfig, SchedulerLimits
 from tide_export.serving.call_reader import CallReader
 from tide_export.serving.config import ServerConfig
