@@ -45,7 +45,11 @@ def steps():
     sequence.step([5])
     batch.step({slot: [5]})
 
+finished, stream = scheduler.submit(prompt, **full), engine.stream(prompt, **full)
+if sys.argv[2] == "reads":
+    finished.result(), stream.finish()
 kinds = {
+    "reads": lambda: (finished.mode, finished.stats, finished.cached_tokens, stream.stats, scheduler.waiting),
     "generate": lambda: engine.generate(prompt, **full),
     "list": lambda: engine.generate([prompt, prompt], **full),
     "embed": lambda: engine.embed(prompt * 20),
@@ -62,14 +66,14 @@ def work():
         kinds[sys.argv[2]]()
         next(turns)
 
-for _ in range(1 if sys.argv[2] == "steps" else 3):
+for _ in range(1 if sys.argv[2] in ("reads", "steps") else 3):
     threading.Thread(target=work, daemon=True).start()
 while next(turns) < 200:
     time.sleep(0.001)
 """
 
 
-@pytest.mark.parametrize("kind", ["generate", "list", "embed", "handle", "steps", "hook", "hook of a handle"])
+@pytest.mark.parametrize("kind", ["reads", "generate", "list", "embed", "handle", "steps", "hook", "hook of a handle"])
 def test_the_interpreter_ends_while_daemon_threads_generate(kind: str, tiny_llama) -> None:
     for _ in range(int(tiers.sized("1", "8"))):
         done = subprocess.run(

@@ -195,7 +195,7 @@ _FREES = {
     "batch_create": "batch_free",
 }
 
-_left: list[bool] = []  # whether all other threads had left the library when the interpreter ended
+_alone: list[bool] = []  # whether no other thread could use an object when the interpreter ended
 _interrupts: list[BaseException] = []  # at most one, raised in a callback: KeyboardInterrupt or another non-Exception
 
 
@@ -357,13 +357,14 @@ class Owned:
 
 
 def _free(free: Any, handle: c_void_p, needed: tuple[Any, ...]) -> None:
-    if all(_left):
+    if all(_alone):
         free(handle)  # before `needed` is released
 
 
 def _leave(opened: ctypes.CDLL) -> None:
-    """Makes the calls of daemon threads wait for ever, for what they use is freed after this."""
-    _left.append(bool(opened.tide_leave(LEAVING_SECONDS)))
+    """Makes calls of daemon threads that run something wait for ever; what such threads may read is freed no more."""
+    left = bool(opened.tide_leave(LEAVING_SECONDS))
+    _alone.append(left and threading.active_count() == 1)
 
 
 def created(name: str, *arguments: Any, needed: tuple[Any, ...] = ()) -> Owned:
