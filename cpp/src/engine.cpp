@@ -106,7 +106,9 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   SchedulerLimits limits;
   std::size_t const slots = std::min(prompts.size(), kListSlots);
   limits.slots = static_cast<std::int64_t>(slots);
-  limits.prompt_tokens = kListPromptTokens;
+  std::size_t tokens = 0;
+  for (auto const& prompt : prompts) tokens += prompt.size();
+  limits.prompt_tokens = std::clamp(static_cast<std::int64_t>(tokens), kMinPromptTokens, kListPromptTokens);
   StepLoop loop(backend_, backend_->start_batch(request->compaction_threshold, slots), limits, nullptr);
   loop.end_together();
   std::vector<std::shared_ptr<Job>> jobs;

@@ -42,11 +42,13 @@ std::size_t memory_limit(std::string const& groups, fs::path const& root, std::s
   return most;
 }
 
+std::size_t machine_memory() { return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * page_bytes(); }
+
 std::size_t memory_limit() {
   std::ifstream file("/proc/self/cgroup");
   std::ostringstream groups;
   if (file) groups << file.rdbuf();
-  return memory_limit(groups.str(), "/sys/fs/cgroup", static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * page_bytes());
+  return memory_limit(groups.str(), "/sys/fs/cgroup", machine_memory());
 }
 
 std::size_t memory_left() {

@@ -14,6 +14,9 @@ std::size_t memory_limit(std::string const& groups, std::filesystem::path const&
 // Of this process.
 std::size_t memory_limit();
 
+// Of the machine.
+std::size_t machine_memory();
+
 // How much of it is not used yet, by this process.
 std::size_t memory_left();
 

@@ -179,6 +179,16 @@ def test_headers_that_do_not_come_are_408(bounded: Running, requests: int, text:
     assert received == late
 
 
+def test_a_body_that_does_not_come_is_408(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "config", server.service.config.model_copy(update={"body_seconds": 0.05}))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(head.encode() + b'{"model"')
+        answer = client.makefile("rb").read().decode()  # to the end: the connection is closed
+    said = json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"]
+    assert (answer[:13], said) == ("HTTP/1.1 408 ", "the request's body took longer than 0.05 s")
+
+
 def test_connections_are_counted(bounded: Running) -> None:
     bounded.http.close()
     idle = [connected(bounded) for _ in range(6)]

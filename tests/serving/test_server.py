@@ -343,16 +343,6 @@ def test_a_client_that_leaves_in_its_request_is_no_failure(server: Running, capl
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
-def test_a_body_that_does_not_come_is_408(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service, "config", server.service.config.model_copy(update={"body_seconds": 0.05}))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        client.sendall(head.encode() + b'{"model"')
-        answer = client.makefile("rb").read().decode()  # to the end: the connection is closed
-    said = json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"]
-    assert (answer[:13], said) == ("HTTP/1.1 408 ", "the request's body took longer than 0.05 s")
-
-
 def test_a_path_cannot_forge_a_line_of_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "tide_export.serving"):
         assert server.http.get("/x%0aGET%20/admin%20200%1b[2J").status_code == 404

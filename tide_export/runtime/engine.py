@@ -30,7 +30,7 @@ from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.native import Owned, call, created, doubles, library, text_at
 from tide_export.runtime.providers import open_library_engine
 from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
-from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
+from tide_export.runtime.scheduler import MIN_PROMPT_TOKENS, AuditConfig, Scheduler, SchedulerLimits
 from tide_export.runtime.stepping import Batch, SingleSequence, encoded
 from tide_export.runtime.token_stream import TokenStream
 from tide_export.runtime.tokenizer import BundleTokenizer, LateText, tokenizer_of
@@ -273,7 +273,8 @@ class Engine:
     ) -> list[RequestHandle]:
         """Submits the prompts to a new scheduler, whose steps run in the thread that reads the results."""
         slots = min(len(prompts), LIST_SLOTS, self.max_batch_size)
-        scheduler = self.scheduler(SchedulerLimits(slots=slots, prompt_tokens=LIST_PROMPT_TOKENS), share)
+        tokens = min(LIST_PROMPT_TOKENS, max(MIN_PROMPT_TOKENS, sum(map(len, prompts))))
+        scheduler = self.scheduler(SchedulerLimits(slots=slots, prompt_tokens=tokens), share)
         handles = []
         for number, (prompt, one) in enumerate(zip(prompts, configs, strict=True), 1):
             try:

@@ -114,7 +114,7 @@ def connection_class(config: ServerConfig) -> type[H11Protocol]:
     class Connection(H11Protocol):
         _late: asyncio.TimerHandle | None = None  # ends it, unless the headers of a request arrive before
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > config.connections:
                 self._refuse("503 Service Unavailable")
