@@ -1,12 +1,12 @@
 // Generates for one prompt, or for a list of prompts as a batch. An engine holds what all sequences share; everything
 // that belongs to one generation is on its caller's stack, so that any number of threads may generate at once.
 #include <algorithm>
-#include <chrono>
 #include <limits>
 
 #include "bundle/verification.h"
 #include "decoding/lossless.h"
 #include "generation_error.h"
+#include "machine.h"
 #include "request.h"
 #include "scheduling/audit.h"
 #include "scheduling/step_loop.h"
@@ -178,9 +178,9 @@ double Engine::seconds_of_draft(std::size_t rows, std::size_t sequences) const {
   std::vector<std::uint64_t> weights(kEvicting / sizeof(std::uint64_t));
   for (std::size_t i = 0; i < kTimedDrafts; ++i) {
     for (std::uint64_t& number : weights) ++number;  // as a step of the model, it leaves nothing in the caches
-    auto const started = std::chrono::steady_clock::now();
+    double const started = seconds_now();
     drafts->run(draft);
-    seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
+    seconds.push_back(seconds_now() - started);
   }
   std::nth_element(seconds.begin(), seconds.begin() + kTimedDrafts / 2, seconds.end());
   return seconds[kTimedDrafts / 2];

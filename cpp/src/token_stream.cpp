@@ -1,9 +1,8 @@
 // Generates the tokens of one prompt as they are read.
-#include <chrono>
-
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
 #include "decoding/prompt_scores.h"
+#include "machine.h"
 #include "request.h"
 #include "room.h"
 #include "sequence.h"
@@ -30,13 +29,13 @@ class TokenStream::Impl {
 
   bool step() {
     if (ended()) return false;
-    auto const started = std::chrono::steady_clock::now();
+    double const started = seconds_now();
     if (!begun_) progress_.begin(*decoder_);
     state_.settle(decoder_->settled);
     begun_ = true;
     if (scores_ && !scores_->done()) {
       score();
-      seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+      seconds_ += seconds_now() - started;
       return true;
     }
     if (!block_) {
@@ -50,8 +49,7 @@ class TokenStream::Impl {
       }
       block_ = decoder_->take(*result_);
       result_.reset();
-      std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - started;
-      seconds_ += seconds.count();
+      seconds_ += seconds_now() - started;
     }
     if (state_.length() > decoder_->length()) state_.rewind(decoder_->length());
     if (!block_->empty()) take();

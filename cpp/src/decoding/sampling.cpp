@@ -4,10 +4,10 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <random>
 
 #include "decoding/random.h"
 #include "formatting.h"
+#include "machine.h"
 #include "request.h"
 
 namespace tide {
@@ -150,8 +150,7 @@ Sampler::Sampler(GenerationConfig const& config, std::optional<std::int64_t> see
   if (seed) {
     seed_ = static_cast<std::uint64_t>(whole_number("seed", *seed, 0));
   } else if (!greedy()) {
-    std::random_device device;
-    seed_ = std::uint64_t{device()} << 32 | device();
+    seed_ = random_seed();
   }
 }
 

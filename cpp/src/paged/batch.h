@@ -31,7 +31,8 @@ class PagedBatch final : public Batch {
   PagedSequence& sequence(std::size_t slot) override { return *sequences_[slot]; }
   std::vector<StepResult> step(std::vector<SlotRequest> const& requests) override;
 
-  PagePool& pool() { return pool_; }
+  PagePool& pool() const { return pool_; }
+  void check(std::vector<Page>& pages, std::vector<Page>& places) const;  // see invariants.cpp
 
  private:
   // One sequence in a step.

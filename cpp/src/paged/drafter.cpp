@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "formatting.h"
 #include "names.h"
 #include "tide/errors.h"
 

@@ -21,6 +21,7 @@ PagedSequence::PagedSequence(Manifest const& manifest, PagePool& pool, ExitRule 
 
 PagedSequence::~PagedSequence() {
   release_after(0);
+  undo_failed();
   for (Page const place : place_) pool_.states.release(place);
 }
 
@@ -31,6 +32,7 @@ std::vector<std::int64_t> PagedSequence::computed() const {
 }
 
 void PagedSequence::rewind(std::int64_t length) {
+  undo_failed();
   std::vector<std::int64_t> const before = lengths;
   std::int64_t from = 0;
   for (std::size_t k = 0; k < lengths.size(); ++k) {
@@ -60,6 +62,11 @@ std::int64_t PagedSequence::reserve(std::size_t count) {
     std::int64_t const known = *std::max_element(kept_from_.begin(), kept_from_.end());
     settled = std::min(settled, static_cast<std::int64_t>(pages_of(std::max(known, kept + 1))) * kPageTokens);
   }
+  undo_failed();
+  if (!place_.empty() && length() > 0 && total - lengths.back() > manifest_.model.undo()) {  // it runs on a copy
+    before_ = place_;
+    pool_.states.share(before_[0]);
+  }
   for (Page& place : place_) pool_.states.make_own(place);
   // Deeper segments may still write what is pending before them.
   for (auto page = static_cast<std::size_t>(lengths.back() / kPageTokens); page < pages_.size(); ++page) {
@@ -71,6 +78,8 @@ std::int64_t PagedSequence::reserve(std::size_t count) {
 }
 
 void PagedSequence::ran(std::size_t segments_run, std::int64_t total, std::vector<float> new_pending) noexcept {
+  for (Page const place : before_) pool_.states.release(place);
+  before_.clear();
   std::int64_t const undo = manifest_.model.undo();
   for (std::size_t k = 0; k < lengths.size(); ++k) {
     if (k >= segments_run && !manifest_.propagates()) break;
@@ -80,6 +89,14 @@ void PagedSequence::ran(std::size_t segments_run, std::int64_t total, std::vecto
     pending[k].clear();
   }
   if (segments_run < lengths.size() && !manifest_.propagates()) pending[segments_run] = std::move(new_pending);
+}
+
+// Takes back what a step that failed did to recurrent states, where a run of it again would not.
+void PagedSequence::undo_failed() noexcept {
+  if (before_.empty()) return;
+  pool_.states.release(place_[0]);
+  place_.swap(before_);
+  before_.clear();
 }
 
 void PagedSequence::begin(std::vector<Page> const& shared, std::int64_t length, std::optional<Page> states) {

@@ -47,12 +47,16 @@ class PagedSequence final : public SequenceState {
   // the recurrent states after them; none: the model keeps none.
   void begin(std::vector<Page> const& shared, std::int64_t length, std::optional<Page> states);
 
+  void check(std::vector<Page>& pages, std::vector<Page>& places) const;  // see invariants.cpp
+
  private:
   void release_after(std::size_t count) noexcept;
+  void undo_failed() noexcept;
 
   PagePool& pool_;
   std::vector<Page> pages_;
   std::vector<Page> place_;            // one, or none
+  std::vector<Page> before_;           // that of before a step which it cannot take back, until the step has ended
   std::vector<std::int64_t> kept_from_;  // of each segment: its recurrent states are known after so many tokens and more
 };
 

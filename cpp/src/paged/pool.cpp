@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -46,6 +47,7 @@ MemoryPool::MemoryPool(std::vector<std::size_t> const& bytes, Words words) : wor
 }
 
 MemoryPool::~MemoryPool() {
+  assert(free_.size() == references_.size());  // what was taken was given back
   if (size_ > 0) ::munmap(memory_, size_);
 }
 

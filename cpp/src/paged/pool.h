@@ -53,6 +53,8 @@ class MemoryPool {
   // Replaces a shared item by a copy of it with one reference. Throws GenerationError: there is no free one.
   void make_own(Page& item);
 
+  void check(std::vector<Page> const& held) const;  // see invariants.cpp
+
  protected:
   // The items of an array as a tensor; shape: of an item.
   Ort::Value tensor_of(std::size_t array, std::vector<std::int64_t> shape, std::string const& type) const;

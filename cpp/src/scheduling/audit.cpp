@@ -6,6 +6,7 @@
 #include <string>
 
 #include "formatting.h"
+#include "machine.h"
 #include "request.h"
 #include "tide/errors.h"
 
@@ -14,11 +15,6 @@ namespace {
 
 constexpr double kDelta = 0.05;        // how likely a bound may ever be wrong
 constexpr std::int64_t kRaises = 3;  // of thresholds; the next step turns exits off
-
-std::uint64_t random_seed() {
-  std::random_device device;
-  return std::uint64_t{device()} << 32 | device();
-}
 
 double share(char const* name, double value) {
   if (0 < real_number(name, value) && value <= 1) return value;

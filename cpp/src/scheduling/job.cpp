@@ -1,15 +1,11 @@
 #include "scheduling/job.h"
 
 #include <algorithm>
-#include <chrono>
+#include <cassert>
 
 #include "room.h"
 
 namespace tide {
-
-double seconds_now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::shared_ptr<Request> request,
          std::size_t number, std::optional<double> deadline, std::function<bool(Token const&)> on_token)
@@ -109,6 +105,7 @@ void Job::end(std::optional<FinishReason> reason, std::exception_ptr error) noex
   part_ = {};
   {
     std::lock_guard<std::mutex> const lock(mutex_);
+    assert(!ended_);
     try {
       if (reason) progress_.finish(*reason);
     } catch (...) {  // of the detokenizer

@@ -18,9 +18,6 @@
 
 namespace tide {
 
-// Seconds of the clock that deadlines count by.
-double seconds_now();
-
 // A request from its submission to its end.
 class Job {
  public:
@@ -83,6 +80,7 @@ class Job {
   // Writes at most `room` tokens from number `from` on, and returns how many.
   std::size_t read(std::size_t from, std::int64_t* ids, std::size_t room) const;
 
+  bool ended() const { return ready(static_cast<std::size_t>(kNoLimit)); }
   bool finished(std::size_t read) const;  // whether it has ended with so many tokens
 
   // The token of this number; none: it has ended. Throws what it failed with. The job is `ready`.

@@ -43,6 +43,8 @@ class PrefixCache {
   bool has_states() const { return state_bytes_ > 0; }  // whether a request needs recurrent states to begin
   std::int64_t bytes() const { return bytes_; }         // that it holds; called by any thread
 
+  void check(std::vector<Page>& pages, std::vector<Page>& places) const;  // see invariants.cpp
+
  private:
   struct Block;
   using Blocks = std::list<Block>;

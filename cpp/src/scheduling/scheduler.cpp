@@ -1,6 +1,7 @@
 #include "tide/scheduler.h"
 
 #include "generation_error.h"
+#include "machine.h"
 #include "scheduling/audit.h"
 #include "scheduling/job.h"
 #include "scheduling/step_loop.h"

@@ -3,11 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "decoding/acceptance.h"
 #include "generation_error.h"
 #include "leaving.h"
+#include "machine.h"
 #include "scheduling/audit.h"
 #include "scheduling/kv_memory.h"
 #include "tide/errors.h"
@@ -57,11 +57,14 @@ bool StepLoop::step() noexcept {
   stepper_ = std::this_thread::get_id();
   end_cancelled();
   admit();
-  began_ = std::chrono::steady_clock::now();
+  began_ = seconds_now();
   draft();
   choose_steps();
   bool const runs = !requests_.empty();
   if (runs) run(requests_);
+#ifndef NDEBUG
+  check();
+#endif
   if (news_) tell_watchers();
   news_ = false;
   stepper_ = std::thread::id();
@@ -277,7 +280,9 @@ void StepLoop::draft() noexcept {
         }
       }
     } catch (...) {
-      for (std::size_t const slot : asking) fail(slot, std::current_exception());
+      for (std::size_t const slot : asking) {  // perhaps twice, where it was thrown while some were removed
+        if (slots_[slot] != nullptr) fail(slot, std::current_exception());
+      }
       return;
     }
   }
@@ -334,10 +339,10 @@ void StepLoop::keep(std::size_t slot) noexcept {
 void StepLoop::run(std::vector<SlotRequest> const& requests) noexcept {
   try {
     std::vector<StepResult> const results = batch_->step(requests);
-    std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - began_;
-    for (std::size_t i = 0; i < requests.size(); ++i) take(requests[i].slot, results[i], seconds.count());
+    double const seconds = seconds_now() - began_;
+    for (std::size_t i = 0; i < requests.size(); ++i) take(requests[i].slot, results[i], seconds);
   } catch (...) {  // of the step alone: `take` throws nothing
-    began_ = std::chrono::steady_clock::now();
+    began_ = seconds_now();
     if (requests.size() == 1) return fail(requests[0].slot, std::current_exception());
     for (SlotRequest const& request : requests) {
       alone_.clear();

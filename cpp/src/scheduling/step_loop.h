@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -67,6 +66,7 @@ class StepLoop {
   void fail(std::size_t slot, std::exception_ptr error) noexcept;
   void end(std::size_t slot, std::optional<FinishReason> reason, std::exception_ptr error) noexcept;
   std::optional<FinishReason> ends(Job const& job, double now) const;
+  void check() const;  // see invariants.cpp
 
   Process const process_;  // in a child of it nothing is locked, because no thread may ever unlock it
   std::shared_ptr<Backend> const backend_;
@@ -88,7 +88,7 @@ class StepLoop {
   std::exception_ptr failure_;
   std::int64_t last_ = 0;                       // tokens that one of these may still write, at most
   bool together_ = false;
-  std::chrono::steady_clock::time_point began_;  // the present step
+  double began_ = 0;  // the present step, by `seconds_now`
   bool news_ = false;  // whether a job got tokens or ended in the present step
 
   mutable std::mutex mutex_;  // of what follows

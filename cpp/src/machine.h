@@ -1,0 +1,14 @@
+// What a machine gives differently each time: the time, and random numbers. A program that simulates replaces them.
+#pragma once
+
+#include <cstdint>
+
+namespace tide {
+
+// Seconds since some moment, never less than before: of deadlines, statistics and measurements.
+double seconds_now();
+
+// A number that nobody can foresee, for what is to be random without a seed.
+std::uint64_t random_seed();
+
+}  // namespace tide
