@@ -1,4 +1,4 @@
-"""Simulated schedulers (simulate.cpp), one seed after the other: ten seconds in `make test`, ten minutes in `make test-all`."""
+"""Simulated schedulers (simulate.cpp), one seed after the other: ten seconds, in `make test-all` ten minutes."""
 
 import itertools
 import json

@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def _variant(bundle: Path, folder: Path, inlined: set[str]) -> Path:
-    """A copy of a bundle in whose graphs these operators are replaced by their functions, which say what they compute."""
+    """Copies a bundle, with the functions of these operators in their place."""
     shutil.copytree(bundle, folder, copy_function=os.link)
     (folder / MANIFEST_FILE).unlink()
     found = 0
@@ -90,7 +91,7 @@ def _measure(
     chance = np.random.default_rng(0)
     vocabulary = next(iter(engines.values())).manifest.model.vocab_size
     prompts = [[int(id) for id in chance.integers(vocabulary, size=prompt)] for _ in range(max(sizes))]
-    request = {"mode": "full", "max_new_tokens": new_tokens, "stop_token_ids": []}
+    request: dict[str, Any] = {"mode": "full", "max_new_tokens": new_tokens, "stop_token_ids": []}
     alone = {name: [engine.generate(ids, **request).tokens for ids in prompts] for name, engine in engines.items()}
     cases = [(name, size) for name in engines for size in sizes]
     seconds = {case: list[float]() for case in cases}
