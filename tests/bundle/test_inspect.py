@@ -44,6 +44,15 @@ def test_text_names_what_matters(demo_bundle: Path, capsys):
         assert info.sha256[:12] in out
 
 
+def test_it_says_whether_bits_depend_on_company(demo_bundle: Path):
+    described = describe(demo_bundle)
+    assert "the same bits as alone, in lists and servers" in render(described)
+    integers = {"method": "rtn", "bits": 4, "block_size": 32, "symmetric": True, "accuracy_level": 4}
+    assert "lists and servers" in render(described | {"quantization": integers})
+    assert "MatMulNBits, of zero points" in render(described | {"quantization": integers | {"symmetric": False}})
+    assert "MatMulNBits of accuracy level 0" in render(described | {"quantization": integers | {"accuracy_level": 0}})
+
+
 def test_a_checkpoint_below_min_layers_is_shown_as_off(demo_bundle: Path):
     described = describe(demo_bundle)
     described["segments"][0]["exits"] = False

@@ -11,7 +11,7 @@ from typing import Any
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.engine_fields import FP8, INT4
 from tide_export.bundle.kv_buffers import default_context, is_fused, kv_buffers
-from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.manifest import INT8_MATMULS, PROPAGATE, Manifest
 from tide_export.bundle.model_info import FLOAT_BYTES
 from tide_export.bundle.network_weights import held_size, network_weights, repeated_size
 from tide_export.bundle.opened import Bundle, open_bundle
@@ -149,6 +149,17 @@ def _quantization(described: dict[str, Any]) -> str:
     return f", {used['bits']} bits by {used['method']}, {blocks}, level {used['accuracy_level']}"
 
 
+def _company(described: dict[str, Any]) -> str:
+    """Says whether logits have the same bits whatever is computed beside them (docs/reference/promises.md)."""
+    used = described["quantization"]
+    if used is not None and used["accuracy_level"] != INT8_MATMULS:
+        level = used["accuracy_level"]
+        return f"rounds otherwise than alone: MatMulNBits of accuracy level {level} depends on the rows beside it"
+    if used is not None and not used["symmetric"]:
+        return "the same bits as alone where it was tried, but MatMulNBits, of zero points, promises none"
+    return "the same bits as alone, in lists and servers, on x86-64 with AVX2"
+
+
 def render(described: dict[str, Any]) -> str:
     """Returns the text `inspect` prints."""
     model, files = described["model"], described["files"]
@@ -169,6 +180,7 @@ def render(described: dict[str, Any]) -> str:
         f"exits      from {described['min_layers']} layers on; " + _pending(described),
         f"mode auto  {_auto(described['auto'])}",
         f"drafter    {_drafter(described['drafter'])}",
+        f"company    {_company(described)}",
         "",
         "segments",
         table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
