@@ -101,6 +101,7 @@ class Episode {
     std::int64_t const failing = table_control.fail_at;
     if (random_.one_in(50)) allocations_left = random_.below(150);
     bool const armed = allocations_left >= 0;
+    began_ = table_control.clock;
     scheduler_->step();
     bool const allocation = armed && allocations_left < 0, run = failing >= 0 && table_control.runs >= failing;
     allocations_left = -1;
@@ -137,6 +138,7 @@ class Episode {
       Live& live = live_[i];
       bool const ended = live.handle.error() || live.handle.finish_reason();
       require(ended || (!closed && steps_ <= live.patience), "a request starves");
+      require(ended || (!live.cancelled && began_ < live.deadline), "a request goes on that was cancelled or timed out");
       std::string const text = live.request.config.detokenizer ? live.handle.text(0) : "";
       require(text.compare(0, live.shown.size(), live.shown) == 0, "a text that was shown has changed");
       live.shown = text;
@@ -206,6 +208,7 @@ class Episode {
   Random& random_;
   tide::Engine engine_, alone_;
   bool recurrent_ = false;
+  double began_ = 0;  // the last step
   std::int64_t failures_ = 0;  // requests that the last step may end by an error, at most
   std::optional<tide::Scheduler> scheduler_;
   std::vector<Live> live_;
