@@ -10,6 +10,7 @@ namespace tide {
 namespace {
 
 constexpr int kMaxDepth = 100;  // of lists and objects in each other
+constexpr std::int64_t kMaxPlaces = std::int64_t{1} << 60;  // of a number: more than a text has characters
 constexpr std::string_view kWhitespace = " \t\n\r";
 
 struct Invalid {};
@@ -44,6 +45,20 @@ void append_utf8(std::string& text, std::uint32_t code) {
     put(0x80 | (code >> 6 & 0x3F));
   }
   put(0x80 | (code & 0x3F));
+}
+
+// Whether a number that is out of a float's range is below it, and not above: by the place of its first digit but 0.
+bool is_tiny(std::string_view digits) {
+  std::size_t const end = std::min(digits.find_first_of("eE"), digits.size());
+  std::size_t const point = std::min(digits.find('.'), end);
+  std::size_t const first = digits.find_first_of("123456789");
+  std::int64_t exponent = 0;
+  if (end != digits.size()) {
+    std::string_view const written = digits.substr(end + (digits[end + 1] == '+' ? 2 : 1));
+    auto const read = std::from_chars(written.data(), written.data() + written.size(), exponent);
+    if (read.ec != std::errc() || exponent != std::clamp(exponent, -kMaxPlaces, kMaxPlaces)) return written[0] == '-';
+  }
+  return exponent + static_cast<std::int64_t>(point) < static_cast<std::int64_t>(first);
 }
 
 class Parser {
@@ -217,11 +232,8 @@ class Parser {
     }
     value.kind = Json::Kind::real;
     if (std::from_chars(digits.data(), last, value.real).ec == std::errc()) return;
-    // Out of range: above it, or so small that it is 0.
-    std::size_t const exponent = digits.find_first_of("eE");
-    bool const tiny = exponent == std::string::npos ? digits.find("0.") <= 1 : digits[exponent + 1] == '-';
-    if (!tiny) throw Invalid();
-    value.real = 0;
+    if (!is_tiny(digits)) throw Invalid();
+    value.real = digits[0] == '-' ? -0.0 : 0.0;
   }
 
   std::string_view const text_;

@@ -60,8 +60,11 @@ void widen(std::string const& dtype, std::byte const* source, std::size_t count,
     return;
   }
   auto* const convert = dtype == "float16" ? &from_half : &from_bfloat16;
-  auto const* const numbers = reinterpret_cast<std::uint16_t const*>(source);
-  std::transform(numbers, numbers + count, target, convert);
+  for (std::size_t i = 0; i < count; ++i) {
+    std::uint16_t number;
+    std::memcpy(&number, source + i * sizeof number, sizeof number);  // a file may have it at any byte
+    target[i] = convert(number);
+  }
 }
 
 void narrow(std::string const& dtype, float const* source, std::size_t count, std::byte* target) {
