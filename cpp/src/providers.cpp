@@ -1,12 +1,11 @@
 // Chooses the provider that runs a bundle: the one that is named, or for "auto" the first that runs here of the bundle's
 // TensorRT engines, its segment networks in ONNX Runtime on CUDA, and its graph in ONNX Runtime on the CPU.
-#include <fstream>
 #include <iostream>
-#include <iterator>
 
 #include "onnxruntime/segments.h"
 #include "paged/backend.h"
 #include "tensorrt/engines.h"
+#include "file_content.h"
 #include "formatting.h"
 #include "tide/errors.h"
 
@@ -66,11 +65,10 @@ void check(Bundle const& bundle, LoadOptions const& options) {
 }
 
 // Throws BundleError: the file cannot be read.
-std::string content_of(std::filesystem::path const& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string content{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file) throw BundleError("cannot read the graph " + quoted(path));
-  return content;
+std::string graph_at(std::filesystem::path const& path) {
+  std::optional<std::string> content = file_content(path);
+  if (!content) throw BundleError("cannot read the graph " + quoted(path));
+  return std::move(*content);
 }
 
 using Providers = std::vector<std::string>;
@@ -124,7 +122,7 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   if (opened) return opened;
   if (options.provider == kNetworks) return open_networks(std::move(bundle), options.threads);
   if (!options.graph) return std::make_shared<PagedBackend>(std::move(bundle), options.threads, options.adapters);
-  std::string const graph = content_of(*options.graph);
+  std::string const graph = graph_at(*options.graph);
   return std::make_shared<PagedBackend>(std::move(bundle), options.threads, options.adapters, &graph);
 }
 

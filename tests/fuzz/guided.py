@@ -20,7 +20,6 @@ from atheris import core_with_libfuzzer
 from mutations import mutated_json
 
 COMPARISONS = ("cmp1", "cmp2", "cmp4", "cmp8", "const_cmp1", "const_cmp2", "const_cmp4", "const_cmp8", "switch")
-IN_MEMORY = Path("/dev/shm")
 
 
 def count(library: ctypes.CDLL) -> None:
@@ -60,10 +59,10 @@ def main() -> None:
     count(native.library())
     target = targets.TARGETS[name]
     logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder, ExitStack() as after:
-        check = target.make(targets.Given(Path(folder), native.LIBRARY, Path(bundle), after))
-        atheris.Setup([f"{sys.executable} {__file__}", *sys.argv[1:]], check, custom_mutator=mutator(target.json))
-        atheris.Fuzz()
+    given = targets.Given(Path(tempfile.mkdtemp()), native.LIBRARY, Path(bundle), ExitStack())
+    check = target.make(given)
+    atheris.Setup([f"{sys.executable} {__file__}", *sys.argv[1:]], check, custom_mutator=mutator(target.json))
+    atheris.Fuzz()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from bundles import make_manifest
 from http_target import http, http_json
 from manifests import manifests
+from mutations import RAW
 
 sys.path.append(str(Path(__file__).parents[1] / "runtime"))  # the hand-made model
 
@@ -240,7 +241,7 @@ def adapter_json(data: bytes, change: Change) -> bytes:
 
 
 TARGETS = {
-    "json": Target(json_values),
+    "json": Target(json_values, seeds=lambda: [text.encode() for text in RAW]),
     "manifest": Target(manifest, seeds=kinds_of_manifests),
     "options": Target(options),
     "adapter": Target(adapter, adapter_json),

@@ -6,9 +6,12 @@ is tried alone.
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +31,7 @@ SEEDS = FUZZ / "seeds"
 SECONDS = os.environ.get("TIDE_FUZZ_SECONDS")
 INPUT = os.environ.get("TIDE_FUZZ_INPUT")
 USUAL_SECONDS = 12
+IN_MEMORY = Path("/dev/shm")  # the files that a target writes for each input
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-O1"]
 INCLUDES = [f"-I{ROOT / 'cpp' / 'include'}", f"-I{ROOT / 'cpp' / 'src'}"]
 # What is undefined traps, which libFuzzer takes for a crash.
@@ -75,6 +79,13 @@ def counted_library() -> Path:
     return Builds().once("fuzz-library", [*tide_build.depends(), counters, reader, COUNTED], make) / "libtide.so"
 
 
+@pytest.fixture
+def working() -> Iterator[str]:
+    """A folder in memory, where there is one."""
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
+        yield folder
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_kept_inputs(target: str, json_reader: Path, tiny_llama, tmp_path: Path) -> None:
     with contextlib.ExitStack() as after:
@@ -90,7 +101,7 @@ def test_kept_inputs(target: str, json_reader: Path, tiny_llama, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed")
 @pytest.mark.parametrize("target", TARGETS)
-def test_new_inputs(target: str, counted_library: Path, tiny_llama, tmp_path: Path) -> None:
+def test_new_inputs(target: str, counted_library: Path, tiny_llama, working: str, tmp_path: Path) -> None:
     found, made, kept = tmp_path / "found", tmp_path / "made", SEEDS / target
     crashes = store() / "fuzz"
     for folder in (found, made, crashes):
@@ -100,7 +111,8 @@ def test_new_inputs(target: str, counted_library: Path, tiny_llama, tmp_path: Pa
 
     paths = os.pathsep.join([str(FUZZ.parent), str(FUZZ), os.environ.get("PYTHONPATH", str(ROOT))])
     needed = {"TARGET": target, "LIBRARY": str(counted_library), "BUNDLE": str(tiny_llama.exact)}
-    environment = os.environ | {f"TIDE_FUZZ_{name}": value for name, value in needed.items()} | {"PYTHONPATH": paths}
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": working}
+    environment |= {f"TIDE_FUZZ_{name}": value for name, value in needed.items()}
 
     def fuzz(*options: object) -> None:
         own = ["-timeout=20", f"-artifact_prefix={crashes}/{target}-"]
@@ -108,8 +120,9 @@ def test_new_inputs(target: str, counted_library: Path, tiny_llama, tmp_path: Pa
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, errors="replace")
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if not line.startswith("INFO: Instrumenting")]
-            again = f"TIDE_TEST_ALL=1 TIDE_FUZZ_INPUT=FILE pytest {Path(__file__).relative_to(ROOT)} -k {target}"
-            pytest.fail("\n".join([*said[-40:], f"the input is the file named above; try it again with: {again}"]))
+            file = next(iter(re.findall(r"Test unit written to (\S+)", done.stderr)), INPUT)
+            again = f"TIDE_TEST_ALL=1 TIDE_FUZZ_INPUT={file} pytest {Path(__file__).relative_to(ROOT)} -k {target}"
+            pytest.fail("\n".join([*said[-40:], "", f"{target} fails, and again by: {again}"]))
 
     if INPUT:
         fuzz(INPUT)

@@ -153,6 +153,7 @@ KEY = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda at: (at / "adapter_config.json").unlink(), "adapter_config.json is missing or cannot be read"),
     "no weights": (lambda at: (at / "adapter_model.safetensors").unlink(), "safetensors is missing or cannot be read"),
+    "folder": (lambda at: made_folder(at / "adapter_config.json"), "adapter_config.json is missing or cannot be read"),
     "config": (lambda at: (at / "adapter_config.json").write_text("[]"), "adapter_config.json is not a JSON object"),
     "weights": (lambda at: (at / "adapter_model.safetensors").write_bytes(b"\xff" * 40), "is no safetensors file"),
     "cut": (lambda at: cut(at / "adapter_model.safetensors"), "adapter_model.safetensors is damaged at base_model"),
@@ -180,6 +181,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 def of_rank_9(name: str, array: np.ndarray) -> np.ndarray:
     return np.zeros((9, array.shape[1]) if "lora_A" in name else (array.shape[0], 9), np.float32)
+
+
+def made_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
 def cut(path: Path) -> None:

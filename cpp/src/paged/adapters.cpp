@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <new>
 #include <string_view>
 
 #include "bundle/json.h"
+#include "file_content.h"
 #include "formatting.h"
 #include "segmented/numbers.h"
 #include "tide/errors.h"
@@ -112,10 +111,9 @@ class AdapterFolder {
 
  private:
   std::string content(char const* name) const {
-    std::ifstream file(path_ / name, std::ios::binary);
-    std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-    if (!file || text.empty()) refuse(std::string(name) + " is missing or cannot be read");
-    return text;
+    std::optional<std::string> content = file_content(path_ / name);
+    if (!content || content->empty()) refuse(std::string(name) + " is missing or cannot be read");
+    return std::move(*content);
   }
 
   Json const* field(std::string const& name) const {
