@@ -124,7 +124,7 @@ def verdict(folder: Path, data: bytes) -> str | None:
     assert library is not None
     if re.match(MISSING_FILE, python) and re.match(MISSING_FILE, library):
         return None
-    assert python == library
+    assert python == library, f"Python says {python!r}, C++ {library!r}"
     return python
 
 

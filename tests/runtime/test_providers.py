@@ -59,6 +59,12 @@ def changed(built: Path, **changes) -> Bundle:
     return replace(opened, manifest=replace(opened.manifest, engines=replace(opened.manifest.engines, **changes)))
 
 
+def test_a_graph_that_is_no_file_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(BundleError, match=f"cannot read the graph '{re.escape(str(path))}'"):
+            open_engine(open_bundle(tiny_bundle), "cpu", graph=path)
+
+
 def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
     with pytest.raises(ProviderError, match="must be one of auto, cpu, cuda, tensorrt, tensorrt-rtx, not 'abacus'"):
         load(tiny_bundle, provider="abacus")

@@ -223,7 +223,7 @@ def _check(manifest: Manifest, source: str) -> None:
 
     model, points = manifest.model, manifest.checkpoints
     check_model(model, require)
-    plain = manifest.kv_cache_strategy == EXACT and manifest.networks is None
+    plain = manifest.kv_cache_strategy != PROPAGATE and manifest.networks is None
     require(plain or not model.states, "model.states", "are for exact K/V and target onnxruntime alone")
     require(plain or model.lora is None, "model.lora", "is for exact K/V and target onnxruntime alone")
     require(list(points) == sorted(set(points)), "checkpoints", "must be distinct and ascending")
@@ -262,8 +262,7 @@ def _check(manifest: Manifest, source: str) -> None:
         f"must be one of {', '.join(KV_CACHE_STRATEGIES)}",
     )
     require(manifest.kv_dtype in KV_CACHES, "kv_cache", f"must be one of {', '.join(KV_CACHES)}")
-    alone = manifest.kv_cache_strategy == EXACT and manifest.networks is None
-    require(alone or manifest.kv_dtype != INT8_KV, "kv_cache", "int8 is for exact K/V and target onnxruntime alone")
+    require(plain or manifest.kv_dtype != INT8_KV, "kv_cache", "int8 is for exact K/V and target onnxruntime alone")
     require(0 <= manifest.compaction_threshold <= 1, "compaction_threshold", "must lie in [0, 1]")
     require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")
     require(
@@ -354,7 +353,8 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
                 require(fused <= attentions, where, "must be at most attention_layers")
         for name, copied in sorted((engines.copied or {}).items()):
             is_engine = name in parts or (name == DRAFTER and engine_file(DRAFTER) in manifest.files)
-            require(is_engine and copied >= 1, f"engines.copied.{name}", "must be an engine's bytes, 1 or more")
+            where = f"engines.copied.{shown_name(name)}"
+            require(is_engine and copied >= 1, where, "must be an engine's bytes, 1 or more")
         for file in map(engine_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")
 

@@ -159,7 +159,7 @@ void check_networks(Manifest const& manifest, Require const& require) {
     }
     for (auto const& [name, copied] : engines->copied) {
       bool const is_engine = is_part(name) || (name == names::kDrafter && manifest.files.count(engine_file(name)) == 1);
-      require(is_engine && copied >= 1, "engines.copied." + name, "must be an engine's bytes, 1 or more");
+      require(is_engine && copied >= 1, "engines.copied." + shown_name(name), "must be an engine's bytes, 1 or more");
     }
     for (std::string const& part : parts) {
       std::string const file = engine_file(part);
