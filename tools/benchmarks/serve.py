@@ -16,6 +16,7 @@ ratios within one run mean anything.
 import argparse
 import asyncio
 import json
+import os
 import random
 import shlex
 import socket
@@ -77,10 +78,10 @@ class Server:
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.address = f"http://127.0.0.1:{port}"
+            self.port = free.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
-        words = shlex.split(command.replace("{port}", str(port)))
+        words = shlex.split(command.replace("{port}", str(self.port)))
         try:
             self._process = subprocess.Popen(words, stdout=self._log, stderr=subprocess.STDOUT)
         except OSError as error:
@@ -99,6 +100,17 @@ class Server:
                 self.close()
                 raise PeerError(f"does not answer: {reason}")
             time.sleep(0.2)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """Its process."""
+        return self._process
+
+    @property
+    def log(self) -> str:
+        """What it printed so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     @property
     def megabytes(self) -> float:
@@ -164,8 +176,7 @@ class Server:
         return heard
 
     def _last_line(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        lines = self.log.strip().splitlines()
         return lines[-1][:200] if lines else "it printed nothing"
 
 
