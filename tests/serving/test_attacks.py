@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +60,42 @@ def test_a_grammar_that_compiles_for_hours_stops_nobody(
     assert answer.json()["choices"][0]["text"] == "12"
 
 
+def test_the_grammars_of_clients_that_left_are_not_compiled(server: Running, brief: LimitedProcess) -> None:
+    content = json.dumps(ASKED | {"guided_json": HOURS}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+    left = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
+    for connection in left:
+        connection.sendall(f"{head}\r\n\r\n".encode() + content)
+    while server.service._compiling._work_queue.qsize() < 10:
+        time.sleep(0.001)
+    for connection in left:
+        connection.close()
+    started = time.monotonic()
+    assert server.http.post("/v1/completions", json=ASKED | {"guided_json": {"enum": [12]}}).status_code == 200
+    assert time.monotonic() - started < 12 * 0.25
+
+
+def test_a_template_that_loops_stops_conversations_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(server.service, "conversation", lambda request: [3] if end.wait(30) else [])
+    with ThreadPoolExecutor(16) as pool:
+        chats = [pool.submit(server.http.post, "/v1/chat/completions", json=CHAT | {"max_tokens": 1}) for _ in range(8)]
+        chats += [pool.submit(server.http.post, "/tokenize", json=CHAT) for _ in range(8)]
+        while server.service._rendering._work_queue.qsize() < 14:
+            time.sleep(0.001)
+        assert server.http.post("/v1/completions", json=ASKED).status_code == 200
+        assert server.http.post("/tokenize", json={"prompt": PROMPT}).status_code == 200
+        end.set()
+        assert {one.result().status_code for one in chats} <= {200, 429}
+
+
+def test_a_body_that_is_too_large_is_read_before_its_answer(server: Running) -> None:
+    """Its client, which writes, would see the connection end instead."""
+    for _ in range(5):
+        answer = server.http.post("/v1/completions", content=b"x" * 4_000_000)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (413, "the request has more than 20000 bytes")
+
+
 def test_a_server_ends_while_a_grammar_compiles(chat_bundle: Path) -> None:
     running = Running(chat_bundle, drain_seconds=0.2)
     with ThreadPoolExecutor(4) as pool:
@@ -102,6 +140,7 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
         ("completions", ASKED | {"prompt": [True, 3]}, "prompt: give a string, a list of strings, a list of"),
         ("completions", ASKED | {"prompt": [1.0, 3]}, "prompt: give a string, a list of strings, a list of"),
         ("completions", ASKED | {"stop_token_ids": [True]}, "stop_token_ids.0: Input should be a valid integer"),
+        ("completions", ASKED | {"prompt": [[]] * 3000}, "prompt: give at most 2048, not 3000"),
         ("embeddings", {"model": "demo", "input": [2.0]}, "input: give a string, a list of strings, a list of token"),
         ("chat/completions", CHAT | {"tools": [NAMED] * 300}, "tools: give at most 128, not 300"),
     ],
@@ -115,10 +154,10 @@ def test_what_is_wrong_is_named(server: Running, path: str, body: dict[str, Any]
 
 def test_log_probabilities_and_text_are_read_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all of them anew for each piece, which would grow with the square of the answer."""
-    from tide_export.runtime import handle
+    from tide_export.runtime import generation, handle
 
     made = list[int]()
-    monkeypatch.setattr(handle, "take_snapshot", lambda of: pytest.fail("the whole generation was read"))
+    monkeypatch.setattr(generation, "take_snapshot", lambda of: pytest.fail("the whole generation was read"))
     one_token = handle.token_logprobs
     monkeypatch.setattr(handle, "token_logprobs", lambda entries: made.append(1) or one_token(entries))
     handles = server.service.scheduler.submit([3, 4], max_new_tokens=30, logprobs=20, stop=["never"], stop_token_ids=[])
@@ -189,15 +228,33 @@ def test_a_body_that_does_not_come_is_408(server: Running, monkeypatch: pytest.M
     assert (answer[:13], said) == ("HTTP/1.1 408 ", "the request's body took longer than 0.05 s")
 
 
-def test_connections_are_counted(bounded: Running) -> None:
+@pytest.mark.parametrize("text", [b"", HEADERS, HEADERS + b"Content-Length: 9\r\n\r\n{"])
+def test_connections_are_counted(bounded: Running, monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    """Those that do not send their request make room for others, whatever they sent so far."""
     bounded.http.close()
-    idle = [connected(bounded) for _ in range(6)]
-    answers = [connection.recv(4096).split(b"\r\n")[0] for connection in idle]
-    assert answers.count(b"HTTP/1.1 503 Service Unavailable") == 3
-    for connection in idle:
+    monkeypatch.setattr(bounded.service, "config", bounded.service.config.model_copy(update={"body_seconds": 30}))
+    waiting = [connected(bounded, text.replace(b"GET /health", b"POST /v1/completions")) for _ in range(6)]
+    for connection in waiting[:3]:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    bounded.http = httpx.Client(base_url=f"http://127.0.0.1:{bounded.port}", timeout=60)
+    for _ in range(3):
+        assert bounded.http.get("/health").status_code == 200
+    for connection in waiting:
+        connection.close()
+
+
+def test_requests_that_run_keep_their_connections(bounded: Running) -> None:
+    bounded.http.close()
+    body = json.dumps(ASKED | {"max_tokens": 900, "ignore_eos": True, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    running = [connected(bounded, (head + body).encode()) for _ in range(3)]
+    assert [connection.recv(15) for connection in running] == [b"HTTP/1.1 200 OK"] * 3
+    with connected(bounded, HEADERS + b"\r\n") as another:
+        assert another.recv(4096).startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    for connection in running:
         connection.close()
     bounded.http = httpx.Client(base_url=f"http://127.0.0.1:{bounded.port}", timeout=60)
-    assert bounded.http.get("/health").status_code == 200
+    assert bounded.idle()
 
 
 def test_embeddings_are_bounded_as_a_whole(bounded: Running) -> None:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_size_t
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,12 +65,22 @@ def take_snapshot(handle: Owned) -> Snapshot:
     functions, count = library(), c_size_t()
     ids = functions.tide_generation_tokens(handle, ctypes.byref(count))
     tokens = list((c_int64 * count.value).from_address(ids)) if count.value else []
-    stats = ExitStats.from_dict(json.loads(functions.tide_generation_stats(handle)))
-    reason = functions.tide_generation_finish_reason(handle)
+    stats, reason = read_stats(handle), read_finish_reason(handle)
     address = functions.tide_generation_text(handle, ctypes.byref(count))
     text = None if address is None else text_at(address, count.value)
     logprobs = _logprobs(functions.tide_generation_logprobs, handle)
-    return Snapshot(tokens, stats, reason.decode() if reason else None, logprobs, text)
+    return Snapshot(tokens, stats, reason, logprobs, text)
+
+
+def read_stats(handle: Owned) -> ExitStats:
+    """Reads the statistics of a tide_generation."""
+    return ExitStats.from_dict(json.loads(library().tide_generation_stats(handle)))
+
+
+def read_finish_reason(handle: Owned) -> FinishReason | None:
+    """Reads why a tide_generation ended; None: it has not."""
+    reason: bytes | None = library().tide_generation_finish_reason(handle)
+    return cast(FinishReason, reason.decode()) if reason else None
 
 
 def finished(handle: Owned, mode: str, text: str | None, logprobs: bool, prompt_logprobs: bool) -> Generation:

@@ -10,11 +10,11 @@ from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.generation import (
     FinishReason,
     Generation,
-    Snapshot,
     TokenLogprobs,
     finished,
+    read_finish_reason,
     read_prompt_logprobs,
-    take_snapshot,
+    read_stats,
     token_logprobs,
 )
 from tide_export.runtime.hooks import Hooks
@@ -90,7 +90,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the request ended; None until then, and if it failed."""
-        return self._snapshot().finish_reason
+        return read_finish_reason(self._so_far())
 
     @property
     def text(self) -> str | None:
@@ -122,7 +122,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
     @property
     def stats(self) -> ExitStats:
         """Statistics of the tokens so far."""
-        return self._snapshot().stats
+        return read_stats(self._so_far())
 
     @property
     def cached_tokens(self) -> int:
@@ -198,9 +198,6 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         self._text_bytes += len(piece)
         self._text += piece.decode(errors="replace")
         return self._text
-
-    def _snapshot(self) -> Snapshot:
-        return take_snapshot(self._so_far())
 
     def _so_far(self) -> Owned:
         return created("request_so_far", self._handle)

@@ -17,6 +17,7 @@ from tide_export.errors import BundleError, GenerationError
 
 MAX_BYTES = 1 << 27  # of tokenizer.json; large vocabularies take 35 MB
 _tokenizers = WeakKeyDictionary[BundleFile, "BundleTokenizer"]()  # by file of an open bundle
+LONG = 1 << 13  # characters: encoding more takes longer than others should wait
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) a complete UTF-8 character
 
 
@@ -49,6 +50,7 @@ class BundleTokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         check_tokenizer(self._tokenizer, f"tokenizer '{path}'", BundleError)
+        self._texts = dict[int, str]()  # of tokens that `token_text` was asked for
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of `text`, with the special tokens that the model puts around a prompt.
@@ -94,11 +96,14 @@ class BundleTokenizer:
 
         Bytes of an incomplete character become U+FFFD.
         """
-        with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
-            before, both = (
-                self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (self._letter, [*self._letter, token])
-            )
-        return both[len(before) :]
+        if token not in self._texts:
+            with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
+                before, both = (
+                    self._tokenizer.decode(ids, skip_special_tokens=False)
+                    for ids in (self._letter, [*self._letter, token])
+                )
+            self._texts[token] = both[len(before) :]
+        return self._texts[token]
 
     def stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
         """Yields pieces of text as `tokens` arrive; joined, they are the text that follows the prompt.
@@ -130,7 +135,10 @@ class BundleTokenizer:
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text("the prompt", text)
         with tokenizer_errors("the bundle's tokenizer cannot encode the text", GenerationError):
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of a list, which lets other threads run meanwhile.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def tokenizer_of(bundle: Bundle) -> BundleTokenizer:

@@ -50,9 +50,12 @@ class Answer:
             raise errors.exceptions[0] from None
         finally:
             cancel([handle for _, handle in self.choices])
+        return await asyncio.to_thread(self._joined, [task.result() for task in tasks])
+
+    def _joined(self, told: Sequence[Sequence[tuple[Piece, list[Part]]]]) -> dict[str, Any]:
         choices, spent_tokens = [], 0
-        for number, task in enumerate(tasks):
-            pieces, parts = [piece for piece, _ in task.result()], [part for _, some in task.result() for part in some]
+        for number, some_told in enumerate(told):
+            pieces, parts = [piece for piece, _ in some_told], [part for _, some in some_told for part in some]
             reason = pieces[-1].finish_reason
             said = {"message": message_of(parts)} if self._chat else {"text": "".join(part.text for part in parts)}
             logprobs = self._logprobs(number, pieces)

@@ -24,7 +24,6 @@ from tide_export.serving.tokenizing import DetokenizeRequest, TokenizeRequest, d
 
 R = TypeVar("R")
 GONE = "the client has gone"
-SMALL_BODY = 16384  # bytes that are parsed at once: others wait for it
 
 
 def build_app(service: Service) -> FastAPI:
@@ -76,30 +75,31 @@ def build_app(service: Service) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(service, request, await _read(request, CompletionRequest, service.config.body_seconds))
+        return await _answer(service, request, await _read(service, request, CompletionRequest))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answer(service, request, await _read(request, ChatRequest, service.config.body_seconds))
+        return await _answer(service, request, await _read(service, request, ChatRequest))
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        asked = await _read(request, ResponsesRequest, service.config.body_seconds)
+        asked = await _read(service, request, ResponsesRequest)
         return await _answer(service, request, asked.chat, lambda choices: ResponsesAnswer(service, asked, choices))
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
-        asked = await _read(request, EmbeddingRequest, service.config.body_seconds)
-        return JSONResponse(await _unless_gone(request, embed(service, asked)))
+        asked = await _read(service, request, EmbeddingRequest)
+        return await _json(await _unless_gone(request, embed(service, asked)))
 
     @app.post("/tokenize")
     async def tokens(request: Request) -> Response:
-        asked = await _read(request, TokenizeRequest, service.config.body_seconds)
-        return JSONResponse(await asyncio.to_thread(tokenize, service, asked))
+        asked = await _read(service, request, TokenizeRequest)
+        reader = service.reader_of(len(asked.prompt or ""), asked.prompt is None)
+        return JSONResponse(await asyncio.get_running_loop().run_in_executor(reader, tokenize, service, asked))
 
     @app.post("/detokenize")
     async def text(request: Request) -> Response:
-        asked = await _read(request, DetokenizeRequest, service.config.body_seconds)
+        asked = await _read(service, request, DetokenizeRequest)
         return JSONResponse(await asyncio.to_thread(detokenize, service, asked))
 
     @app.get("/tokenizer_info")
@@ -112,19 +112,22 @@ def build_app(service: Service) -> FastAPI:
 B = TypeVar("B", bound=BaseModel)
 
 
-async def _read(request: Request, form: type[B], seconds: float) -> B:
+async def _read(service: Service, request: Request, form: type[B]) -> B:
     """Reads the request's body.
 
     Raises:
-        ApiError: it took longer than `seconds`, is not JSON, or does not have this form.
+        ApiError: it took longer than `body_seconds`, is not JSON, or does not have this form.
     """
+    seconds = service.config.body_seconds
     try:
         body = await asyncio.wait_for(request.body(), seconds)
     except TimeoutError:
         raise ApiError(408, f"the request's body took longer than {seconds:g} s") from None
     except ClientDisconnect:
         raise ApiError(499, GONE) from None
-    return _parsed(body, form) if len(body) < SMALL_BODY else await asyncio.to_thread(_parsed, body, form)
+    if (reader := service.reader_of(len(body))) is None:
+        return _parsed(body, form)
+    return await asyncio.get_running_loop().run_in_executor(reader, _parsed, body, form)
 
 
 def _parsed(body: bytes, form: type[B]) -> B:
@@ -145,21 +148,47 @@ async def _answer(
     make: Callable[[Choices], Answer | ResponsesAnswer] | None = None,
 ) -> Response:
     """Generates the choices of a request, and answers in the form of `make`, by default an `Answer`."""
-    prompts = await asyncio.to_thread(service.prompts, request)
     choices: list[tuple[Prompt, RequestHandle]] = []
-    loop, executor = asyncio.get_running_loop(), service.executor(request)
+    run, gone = asyncio.get_running_loop().run_in_executor, asyncio.create_task(_gone(http))
+
+    def unless_gone(function: Callable[..., R], *arguments: Any) -> R:
+        if gone.done():  # while other requests had the thread
+            raise ApiError(499, GONE)
+        return function(*arguments)
+
+    texts = [] if isinstance(request, ChatRequest) else request.prompts
+    reader = service.reader_of(sum(map(len, texts)), isinstance(request, ChatRequest))
     try:
-        for prompt in prompts:
-            choices += [
-                (prompt, handle) for handle in await loop.run_in_executor(executor, service.submit, request, prompt)
-            ]
+        for prompt in await run(reader, unless_gone, service.prompts, request):
+            handles = await run(service.executor(request), unless_gone, service.submit, request, prompt)
+            choices += [(prompt, handle) for handle in handles]
     except ApiError:
         cancel([handle for _, handle in choices])
         raise
+    finally:
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
     reply = Answer(service, request, choices) if make is None else make(choices)
     if request.stream:
         return StreamingResponse(reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    return JSONResponse(await _unless_gone(http, reply.whole()))
+    return await _json(await _unless_gone(http, reply.whole()))
+
+
+async def _json(content: dict[str, Any]) -> Response:
+    return Response(await asyncio.to_thread(_written, content), media_type="application/json")
+
+
+def _written(content: dict[str, Any]) -> bytes:
+    """Writes JSON item by item of a list: the writer lets no other thread run, and an answer may have megabytes."""
+
+    def written(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    fields = [
+        f"{written(name)}:" + (f"[{','.join(map(written, value))}]" if isinstance(value, list) else written(value))
+        for name, value in content.items()
+    ]
+    return f"{{{','.join(fields)}}}".encode()
 
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, R]) -> R:

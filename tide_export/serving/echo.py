@@ -1,5 +1,6 @@
 """Puts the prompt before the answer, for `echo` of /v1/completions."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -20,7 +21,8 @@ async def echoed(service: Service, prompt: Prompt, handle: RequestHandle, answer
         async for piece, parts in told:
             if not begun:
                 text = service.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
-                yield Piece(text, prompt.ids, handle.prompt_logprobs, echoed=True), [Part(text)]
+                logprobs = await asyncio.to_thread(lambda: handle.prompt_logprobs)  # thousands of values
+                yield Piece(text, prompt.ids, logprobs, echoed=True), [Part(text)]
             begun = True
             if prompt.max_tokens:
                 yield piece, parts

@@ -50,7 +50,9 @@ async def _embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
     try:
         how = EmbeddingConfig(**fields, adapter=service.adapter_of(request.model))
         options = replace(how.options(service.engine.manifest), cache_salt=service.salt_of(request.cache_salt))
-        texts = await asyncio.to_thread(service.encoded, listed(request.input))
+        given = listed(request.input)
+        reader = service.reader_of(sum(map(len, given)))
+        texts = await asyncio.get_running_loop().run_in_executor(reader, service.encoded, given)
     except GenerationError as error:
         raise ApiError(400, str(error)) from None
     running, vectors = deque[RequestHandle](), list[NDArray[np.float32]]()

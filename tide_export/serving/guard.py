@@ -1,5 +1,7 @@
 """Checks size, API key and rate of requests before they are read, and logs and counts them."""
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import time
@@ -21,6 +23,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 GUARDED = ("/v1/", "/tokenize", "/detokenize")  # /tokenizer_info too
 MAX_CLIENTS = 10_000  # whose rates are remembered
+SKIPPED_BYTES = 1 << 24  # of a body that is too large, at most
 
 
 class Guard:
@@ -50,7 +53,7 @@ class Guard:
                 self._check_origin(headers)
                 self._check_key(headers)
                 self._check_rate(headers, scope)
-            await self._app(scope, self._bounded(headers, receive), counted)
+            await self._app(scope, await self._bounded(headers, receive), counted)
         except ApiError as error:
             await answer(error)(scope, receive, counted)
         except Exception:
@@ -97,10 +100,12 @@ class Guard:
                 429, f"{limit} requests a minute are allowed", "rate_limit_error", 1 + int((1 - left) * 60 / limit)
             )
 
-    def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
+    async def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
         """Wraps `receive` to refuse a body of more than `body_bytes`."""
         limit, seen = self._config.body_bytes, 0
         if headers.get("content-length", "0").isdecimal() and int(headers.get("content-length", "0")) > limit:
+            if "expect" not in headers:  # such a client waits for an answer before it sends the body
+                await self._skip_body(receive)
             raise ApiError(413, f"the request has more than {limit} bytes")
 
         async def bounded() -> MutableMapping[str, Any]:
@@ -108,10 +113,19 @@ class Guard:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > limit:
+                await self._skip_body(receive)
                 raise ApiError(413, f"the request has more than {limit} bytes")
             return message
 
         return bounded
+
+    async def _skip_body(self, receive: Receive) -> None:
+        """Reads on, within bounds: a client that still writes when its connection ends may not read the answer."""
+        left = SKIPPED_BYTES
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.body_seconds):
+                while left > 0 and (message := await receive()).get("more_body"):
+                    left -= len(message["body"])
 
 
 def answer(error: ApiError) -> JSONResponse:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.scheduler import Scheduler
+from tide_export.runtime.stats import ExitStats
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -41,11 +42,11 @@ class Metrics:
         if scheduler.audit is not None:
             self._registry.register(AuditCollector(scheduler))
 
-    def ended(self, reason: str, handle: RequestHandle) -> None:
+    def ended(self, handle: RequestHandle) -> None:
         """Counts a generation that ended."""
-        stats = handle.stats
+        stats, reason = handle.stats, handle.finish_reason or "cancelled"
         self._ended.labels(handle.mode, reason).inc()
-        self.read(handle)
+        self._read(handle, stats)
         for layer, count in Counts(stats.exit_layer).items():
             self._tokens.labels(str(layer)).inc(count)
         run, total = sum(stats.layers_run), stats.num_layers * stats.total_tokens
@@ -59,8 +60,11 @@ class Metrics:
 
     def read(self, handle: RequestHandle) -> None:
         """Counts the prompt of a generation."""
+        self._read(handle, handle.stats)
+
+    def _read(self, handle: RequestHandle, stats: ExitStats) -> None:
         cached = handle.cached_tokens
-        self._prompt.inc(handle.stats.prompt_tokens)
+        self._prompt.inc(stats.prompt_tokens)
         self._cached.inc(cached)
         self._hits.inc(cached > 0)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
@@ -20,6 +20,7 @@ from tide_export.serving.conversation import Function, Message, NamedTool, Tool,
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's
 MAX_CHOICES = 16
+MAX_PROMPTS = 2048  # OpenAI's, of texts to embed
 MAX_LOGPROBS = 20  # OpenAI's
 ANY_OBJECT = {"type": "object"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -34,7 +35,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _checked_prompts(value: Any) -> Any:
+    """Checks prompts as pydantic would, which tries every form of each, and lets no other thread run meanwhile."""
     if isinstance(value, list):
+        if len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+            raise ValueError(f"give at most {MAX_PROMPTS}, not {len(value)}")
         kinds = {type(one) for one in value}
         ids = chain(*value) if kinds == {list} else value
         if kinds == {str} or all(type(one) is int for one in ids):
@@ -60,7 +64,7 @@ def _checked_tools(value: Any) -> Any:
 
 
 TokenId = Annotated[int, Field(strict=True)]
-Prompts = Annotated[str | list[TokenId] | list[str] | list[list[TokenId]], BeforeValidator(_checked_prompts)]
+Prompts = Annotated[str | list[TokenId] | list[str] | list[list[TokenId]], PlainValidator(_checked_prompts)]
 
 
 def listed(prompts: Prompts) -> list[str | list[int]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -37,6 +38,8 @@ def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
     config = config if config.api_key else config.model_copy(update={"api_key": os.environ.get("TIDE_API_KEY") or None})
     with bound_socket(config) as listening:
         service = Service(load(bundle, **loading), config)
+        gc.collect()
+        gc.freeze()  # a large request makes the collector look at everything else, which stays anyway
         Server(service).run([listening])
 
 
@@ -109,27 +112,42 @@ class Server(uvicorn.Server):
 
 
 def connection_class(config: ServerConfig) -> type[H11Protocol]:
-    """Returns uvicorn's class of connections, with bounds on their number and on the time of headers."""
+    """Returns uvicorn's class of connections, with bounds on their number and on the time of headers.
+
+    One more than there may be ends the one whose request has been awaited for the longest time, if there is any.
+    """
+    awaited = dict["Connection", None]()  # connections whose next request has not arrived whole, oldest first
 
     class Connection(H11Protocol):
         _late: asyncio.TimerHandle | None = None  # ends it, unless the headers of a request arrive before
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._expect_headers()
             if len(self.connections) > config.connections:
-                self._refuse("503 Service Unavailable")
-            else:
-                self._expect_headers()
+                next(iter(awaited))._refuse("503 Service Unavailable")
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._expect_headers()
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._await()
+
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self._expect(None)
+            self._forget()
+
+        def _await(self) -> None:
+            answering = self.cycle is not None and not self.cycle.response_complete
+            if self.transport.is_closing() or (answering and not self.cycle.more_body):
+                awaited.pop(self, None)
+            else:
+                awaited.setdefault(self)
 
         def _expect_headers(self) -> None:
+            self._await()
             if self.cycle is not None and not self.cycle.response_complete:
                 self._expect(None)
             elif self._late is None:
@@ -141,7 +159,13 @@ def connection_class(config: ServerConfig) -> type[H11Protocol]:
             refuse = partial(self._refuse, "408 Request Timeout")
             self._late = None if seconds is None else self.loop.call_later(seconds, refuse)
 
+        def _forget(self) -> None:
+            self._expect(None)
+            self.connections.discard(self)
+            awaited.pop(self, None)
+
         def _refuse(self, status: str) -> None:
+            self._forget()
             self.transport.write(REFUSAL.format(status).encode())
             self.transport.close()
 

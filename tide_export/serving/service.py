@@ -26,7 +26,8 @@ from tide_export.serving.tool_calling import ToolCalling
 logger = logging.getLogger("tide_export.serving")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 RETRY_SECONDS = 1
-COMPILING_THREADS = 2
+LARGE = 16384  # bytes, characters or tokens of a request: others wait while fewer are parsed or encoded
+COMPILING_THREADS = RENDERING_THREADS = 2
 MIN_PREFIX_CACHE_BYTES, PREFIX_CACHE_UNIT = 2**28, 2**23
 STOPPING = "the server is stopping"
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
@@ -102,6 +103,8 @@ class Service:
         logger.info("memory: %s, K/V for %d tokens at a time", memory, self.scheduler.kv_tokens)
         self.metrics = Metrics(self.scheduler)
         self._compiling = ThreadPoolExecutor(COMPILING_THREADS, "grammars")
+        self._rendering = ThreadPoolExecutor(RENDERING_THREADS, "templates")
+        self._reading = ThreadPoolExecutor(1, "large requests")
         self._calling: ToolCalling | None = None
         self._no_template = ""
         try:
@@ -174,9 +177,17 @@ class Service:
         """Returns the threads that submit a request: those with grammars, which take longer, have their own."""
         return self._compiling if request.constrained else None
 
+    def reader_of(self, size: int, conversation: bool = False) -> ThreadPoolExecutor | None:
+        """Returns the threads that parse or encode what a client sent: for what may take long they are its own.
+
+        Large texts have one, as a parser lets no other thread run; templates, which may loop, have others.
+        """
+        return self._rendering if conversation else self._reading if size >= LARGE else None
+
     def close(self) -> None:
         """Ends what still runs; waits for the step in progress alone."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._compiling, self._rendering, self._reading):
+            threads.shutdown(wait=False, cancel_futures=True)
         stop_compiling()
         self.scheduler.close(drain=False)
 
@@ -224,7 +235,7 @@ class Service:
             raise ApiError(500, str(error), "server_error") from None
         finally:
             handle.cancel()
-            self.metrics.ended(handle.finish_reason or "cancelled", handle)
+            self.metrics.ended(handle)
         reason = self.reason(handle)
         text = handle.text or ""
         yield piece(reason)
@@ -250,11 +261,12 @@ class Service:
 
     def reason(self, handle: RequestHandle) -> str:
         """Returns why a generation ended; ApiError if the server stopped it or it took too long."""
-        if handle.finish_reason == "cancelled":
+        reason = handle.finish_reason
+        if reason == "cancelled":
             raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
-        if handle.finish_reason not in FINISH_REASONS:
+        if reason not in FINISH_REASONS:
             raise self.too_long()
-        return FINISH_REASONS[handle.finish_reason]
+        return FINISH_REASONS[reason]
 
     def too_long(self) -> ApiError:
         """Returns the error of a request that reached the time limit."""

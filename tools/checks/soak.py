@@ -45,9 +45,7 @@ WARM_UP, MORE, MORE_BYTES = 0.1, 1.02, 8 << 20  # share of the time; memory may 
 QUIET_SECONDS, HEALTH_SECONDS, SAMPLE_SECONDS = 30.0, 0.25, 5.0
 SLOWEST_HEALTH = 5.0  # seconds, on a machine that is busy with other things: health.py measures on a quiet one
 CROWD = (4, 24)
-POOLS = (
-    min(32, (os.cpu_count() or 1) + 4) + 2
-)  # threads that are started as they are needed, and stay: asyncio's, and ours
+POOLS = 32  # threads at most that are started when they are needed, and stay
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,8 @@ async def ask_alone(port: int, asks: Mapping[str, Sequence[Ask]]) -> None:
     for name in sorted(asks, key="endless".__ne__):  # first: each ends a process, which the others start again
         for one in asks[name] if KINDS[name].compared else ():
             _, content = await ask(port, one.path, one.body)
-            one.alone = said([json.loads(content)]) if content else None
+            found = said([json.loads(content)]) if content else None
+            one.alone = None if busy(found) else found
 
 
 async def visit(port: int, one: Ask, way: str, chance: random.Random) -> str:
@@ -206,9 +207,13 @@ async def visit(port: int, one: Ask, way: str, chance: random.Random) -> str:
 
 
 def compared(one: Ask, found: Said) -> str:
-    if isinstance(found, str) and any(reason in found for reason in BUSY):
+    if busy(found):
         return "busy"
     return "same" if found == one.alone or one.alone is None else f"different: {json.dumps(found)[:300]}"
+
+
+def busy(found: Said) -> bool:
+    return isinstance(found, str) and any(reason in found for reason in BUSY)
 
 
 def said(pieces: Iterable[dict[str, Any]]) -> Said:
