@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from beside import turns_beside
 
 from tide_export.common.prompt_files import read_prompts
 from tide_export.errors import BundleError, GenerationError
@@ -46,6 +47,13 @@ def test_a_character_cut_off_at_the_end_is_shown_as_in_a_plain_decoding(tokenize
     pieces = list(tokenizer.stream(tokenizer.encode("x"), ids[:-1]))
     assert "".join(pieces) == tokenizer.decode(ids[:-1])
     assert REPLACEMENT in pieces[-1]
+
+
+def test_a_long_text_is_encoded_beside_other_threads(tokenizer: BundleTokenizer):
+    text = "one two, <|endoftext|>日本\n" * 2000
+    assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text).ids
+    assert tokenizer.encode_plain(text) == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+    assert turns_beside(lambda: tokenizer.encode("word " * 200_000)) > 20
 
 
 def test_a_bundle_without_a_tokenizer_says_what_can_still_be_done(tmp_path: Path):

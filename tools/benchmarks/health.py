@@ -76,6 +76,7 @@ ATTACKS = {
     "1 MiB of text": Attack(COMPLETIONS, PLAIN | {"prompt": "word " * 200_000}),
     "1 MiB of one word": Attack("/tokenize", {"prompt": "a" * 1_000_000}),
     "1 MiB of brackets": Attack(COMPLETIONS, b'{"model":' + b"[" * 1_000_000),
+    "30,000 messages": Attack(CHAT, {"messages": [{"role": "user", "content": ""}] * 30_000}),
     "10,000 stops": Attack(COMPLETIONS, PLAIN | {"stop": ["x"] * 10_000}),
     "400 embeddings": Attack("/v1/embeddings", {"input": [[9] * 400] * 400}),
     "a template that loops": Attack(CHAT, {"messages": [{"role": "user", "content": LOOP}]}, 8),
