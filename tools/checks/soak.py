@@ -126,7 +126,10 @@ async def crowd(server: Server, asks: dict[str, list[Ask]], seen: Seen, name: st
         way = chance.choices(list(WAYS), list(WAYS.values()))[0]
         asked, own = chance.choice(asks[kind]), random.Random(chance.random())
         await asyncio.sleep(own.uniform(0, 0.5))
-        end = await visit(server.port, asked, way, own)
+        try:
+            end = await visit(server.port, asked, way, own)
+        except (OSError, ValueError, LookupError) as error:
+            end = f"different: {error!r}"
         seen.kinds[kind] += 1
         seen.ways[way] += 1
         seen.ends[end.partition(":")[0]] += 1

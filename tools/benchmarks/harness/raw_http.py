@@ -73,7 +73,8 @@ class Connection:
 
     def vanish(self) -> None:
         """Ends the connection at once; what the server sends is answered with a reset."""
-        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, VANISH)
+        with contextlib.suppress(OSError):  # it has ended
+            self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, VANISH)
         self._writer.transport.abort()
 
 
