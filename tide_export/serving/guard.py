@@ -120,7 +120,7 @@ class Guard:
         return bounded
 
     async def _skip_body(self, receive: Receive) -> None:
-        """Reads on, within bounds: a client that still writes when its connection ends may not read the answer."""
+        """Reads on, within bounds: a client whose connection ends while it writes may miss the answer."""
         left = SKIPPED_BYTES
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.body_seconds):

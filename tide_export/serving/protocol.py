@@ -35,7 +35,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _checked_prompts(value: Any) -> Any:
-    """Checks prompts as pydantic would, which tries every form of each, and lets no other thread run meanwhile."""
+    """Checks prompts as pydantic would, which tries all forms and lets no other thread run meanwhile."""
     if isinstance(value, list):
         if len(value) > MAX_PROMPTS and not isinstance(value[0], int):
             raise ValueError(f"give at most {MAX_PROMPTS}, not {len(value)}")

@@ -128,7 +128,7 @@ def connection_class(config: ServerConfig) -> type[H11Protocol]:
             super().connection_made(transport)
             self._expect_headers()
             if len(self.connections) > config.connections:
-                next(iter(awaited))._refuse("503 Service Unavailable")
+                next(iter(awaited), self)._refuse("503 Service Unavailable")
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

@@ -178,7 +178,7 @@ class Service:
         return self._compiling if request.constrained else None
 
     def reader_of(self, size: int, conversation: bool = False) -> ThreadPoolExecutor | None:
-        """Returns the threads that parse or encode what a client sent: for what may take long they are its own.
+        """Returns the threads that parse or encode what a client sent; None: any.
 
         Large texts have one, as a parser lets no other thread run; templates, which may loop, have others.
         """

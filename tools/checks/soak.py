@@ -167,6 +167,8 @@ async def soak(server: Server, options: argparse.Namespace, seen: Seen) -> tuple
             print(f"{minute} min: {line(seen, await taken(server.port))}", flush=True)
             seen.health.clear()
     await asyncio.sleep(3)  # so that the server sees the end of the last connection
+    if watching.done():
+        watching.result()  # raises
     watching.cancel()
     return first, sample(server.process.pid)
 
