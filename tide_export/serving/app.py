@@ -132,7 +132,7 @@ async def _read(service: Service, request: Request, form: type[B]) -> B:
 
 
 class YieldingDecoder(json.JSONDecoder):
-    """Decodes in Python: slower than in C, which would keep Python's lock, and so all others waiting, to the end."""
+    """Decodes in Python: slower than in C, which would let no other thread run until the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ async def _json(content: dict[str, Any]) -> Response:
 
 
 def _written(content: dict[str, Any]) -> bytes:
-    """Writes JSON item by item of a list: the writer lets no other thread run, and an answer may have megabytes."""
+    """Writes JSON, each item of a list by itself: meanwhile the writer lets no other thread run."""
 
     def written(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
