@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 import tiers
-from beside import turns_beside
 from command_line import refused
 from running_server import KEY, PROMPT, Running
 from starlette.responses import JSONResponse
@@ -23,7 +21,6 @@ from starlette.responses import JSONResponse
 from tide_export.runtime import grammar
 from tide_export.runtime.limited import LimitedProcess
 from tide_export.serving import app
-from tide_export.serving.protocol import ApiError, CompletionRequest
 
 HOURS = {"type": "integer", "multipleOf": 9999991}  # of compiling
 ASKED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "mode": "full"}
@@ -155,23 +152,6 @@ def test_what_is_wrong_is_named(server: Running, path: str, body: dict[str, Any]
     answer = server.http.post(f"/v1/{path}", content=json.dumps(body))
     assert answer.status_code == 400, answer.text
     assert reason in answer.json()["error"]["message"]
-
-
-def test_a_large_body_is_parsed_beside_other_threads() -> None:
-    text = json.dumps({"a": [1, -2.5e3, True, None, "ä\\n😀"], "b": [{}, [], {"c": [[]]}], "a ": {"x": "y" * 5000}})
-    assert json.loads(text, cls=app.YieldingDecoder) == json.loads(text)
-    for wrong in ("[" * 100_000, "[1,]", "", '{"a" 1}', "9" * 5000, "[1] 2"):
-        with pytest.raises((ValueError, RecursionError)) as plain:
-            json.loads(wrong)
-        with pytest.raises(plain.type, match=re.escape(str(plain.value)[:20])):
-            json.loads(wrong, cls=app.YieldingDecoder)
-    body = b'{"model":"demo","prompt":[' + b",".join([b"[]"] * 300_000) + b"]}"
-
-    def refused() -> None:
-        with pytest.raises(ApiError, match="give at most 2048, not 300000"):
-            app._parsed(body, CompletionRequest, app.YieldingDecoder)
-
-    assert turns_beside(refused) > 20
 
 
 def test_a_large_answer_is_written_item_by_item() -> None:

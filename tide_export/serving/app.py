@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import json.scanner
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -127,21 +126,13 @@ async def _read(service: Service, request: Request, form: type[B]) -> B:
     except ClientDisconnect:
         raise ApiError(499, GONE) from None
     if (reader := service.reader_of(len(body))) is None:
-        return _parsed(body, form, json.JSONDecoder)
-    return await asyncio.get_running_loop().run_in_executor(reader, _parsed, body, form, YieldingDecoder)
+        return _parsed(body, form)
+    return await asyncio.get_running_loop().run_in_executor(reader, _parsed, body, form)
 
 
-class YieldingDecoder(json.JSONDecoder):
-    """Decodes in Python: slower than in C, which would let no other thread run until the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scan_once = vars(json.scanner)["py_make_scanner"](self)  # typeshed does not have it
-
-
-def _parsed(body: bytes, form: type[B], decoder: type[json.JSONDecoder]) -> B:
+def _parsed(body: bytes, form: type[B]) -> B:
     try:
-        content = json.loads(body, cls=decoder)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of more than 4300 digits
         raise ApiError(400, f"the body is no JSON: {error}") from None
     try:
