@@ -37,7 +37,6 @@ def make_manifest(name: str = "model") -> Manifest:
         thresholds=(0.5, 1.0),
         min_layers=2,
         max_pending=16,
-        kv_cache_strategy="exact",
         weights="fp32",
         targets=("onnxruntime",),
         opset=23,

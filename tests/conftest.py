@@ -127,24 +127,8 @@ def demo_bundle(demo_model: Path, shared: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def propagating_bundle(demo_model: Path, demo_bundle: Path, shared: Path) -> Path:
-    """The demo model with the routers of the demo bundle and `--kv-cache-strategy propagate`, from the command line;
-    made once for all workers."""
-    from tide_export.cli.main import main
-
-    bundle = shared / "propagating-bundle"
-    with (shared / "propagating-bundle.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not bundle.exists():
-            options = ["--kv-cache-strategy", "propagate", "--min-layers", "3", "-q"]
-            routers = ["--routers", str(demo_bundle / "routers.safetensors")]
-            assert main(["export", str(demo_model), "-o", str(bundle), *routers, *options]) == 0
-    return bundle
-
-
-@pytest.fixture(scope="session")
 def tiny_llama(shared: Path, traces):
-    """A tiny Llama with random routers and its bundles (`tiny_engines.TinyLlama`); made once for all workers."""
+    """A tiny Llama with random routers and its bundle (`tiny_engines.TinyLlama`); made once for all workers."""
     from judge import TEXT
     from tiny_engines import tiny_llama_at
 

@@ -6,7 +6,6 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
@@ -18,12 +17,12 @@ AHEAD = 32  # tokens that the oracle reads at a time
 
 
 class Truth(NamedTuple):
-    """The oracle's result for the last token of a sequence. `full_logits` [S, V] are of all, where K/V are exact."""
+    """The oracle's result for the last token of a sequence; `full_logits` [S, V] are of all."""
 
     exit_layer: int
     logits: np.ndarray
     scores: np.ndarray
-    full_logits: np.ndarray | None
+    full_logits: np.ndarray
 
 
 class Judge:
@@ -42,23 +41,17 @@ class Judge:
         self.thresholds = [[NEVER_EXIT, ALWAYS_EXIT, *values, 0.0, 1.0] for values in some]
         self._oracle = lru_cache(512)(self._run)
 
-    def truth(
-        self, ids: list[int], limits: list[tuple[float, ...]], following: Iterator[int], propagates: bool
-    ) -> Truth:
+    def truth(self, ids: list[int], thresholds: tuple[float, ...], following: Iterator[int]) -> Truth:
         """The result after `ids`.
 
         Args:
-            limits: the thresholds of each; where K/V are exact, those before the last have no effect.
             following: tokens that probably follow. The oracle reads some of them too, so that it runs less often.
         """
         more = -len(ids) % AHEAD
         text, last = (*ids, *islice(following, more)), len(ids) - 1
-        output = self._oracle(text, (*limits, *limits[-1:] * more) if propagates else limits[-1], propagates)
-        full = None if output.full_logits is None else output.full_logits[: last + 1].numpy()
+        output = self._oracle(text, thresholds)
+        full = output.full_logits[: last + 1].numpy()
         return Truth(int(output.exit_layers[last]), output.logits[last].numpy(), output.scores[last].numpy(), full)
 
-    def _run(self, ids: tuple[int, ...], thresholds: tuple, propagates: bool) -> OracleOutput:
-        if propagates:
-            columns = [torch.tensor(column) for column in zip(*thresholds, strict=True)]
-            return oracle(self._source, self._routers, ids, columns, propagate_from=0)
+    def _run(self, ids: tuple[int, ...], thresholds: tuple[float, ...]) -> OracleOutput:
         return oracle(self._source, self._routers, ids, thresholds)

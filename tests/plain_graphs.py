@@ -12,7 +12,7 @@ from tide_export.bundle.file_names import GRAPH_FILE, batch_file
 from tide_export.bundle.opened import Bundle
 from tide_export.names import batch_networks as names
 from tide_export.names import paged, step_graph
-from tide_export.names.networks import HEAD, segment_name, skipped_name
+from tide_export.names.networks import HEAD, segment_name
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 Arrays = dict[str, np.ndarray]
@@ -110,8 +110,6 @@ class Batch:
         count = len(self.manifest.checkpoints) + 1
         self.segments = [Network(bundle, batch_file(segment_name(k))) for k in range(count)]
         self.head = Network(bundle, batch_file(HEAD))
-        files = [batch_file(skipped_name(k)) for k in range(1, count)]
-        self.skipped = [Network(bundle, file) if file in bundle.manifest.files else None for file in files]
 
     def full(self, ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Logits of all new tokens of each sequence, at full depth."""

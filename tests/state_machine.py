@@ -25,15 +25,15 @@ from tide_export.verify.parity import UNDECIDED_GAP
 
 SEQUENCES = 3  # at a time
 TOLERANCE = 2e-4  # of logits
-# What a test can require to have happened, of any K/V cache and of an exact one.
-ALWAYS = ("exit after segment 0", "exit after segment 1", "exit after segment 2", "rows 1", "failed", "refused")
-EXACT = ("rows > 1", "forced", "caught up", "a burst over the most that may be pending", "the whole context")
-EXACT += ("rewound into pending tokens", "rewound into the cache")
+# What must have happened.
+REQUIRED = ("exit after segment 0", "exit after segment 1", "exit after segment 2", "rows 1", "failed", "refused")
+REQUIRED += ("rows > 1", "forced", "caught up", "a burst over the most that may be pending", "the whole context")
+REQUIRED += ("rewound into pending tokens", "rewound into the cache")
 OUTSIDE = 10**6  # a token id outside the vocabulary
 
 
 class Expected:
-    """One sequence: its tokens, the thresholds of each, and how far each segment must have come.
+    """One sequence: its tokens, its thresholds, and how far each segment must have come.
 
     Attributes:
         offset: its next token is that of TEXT after so many, plus its length.
@@ -42,9 +42,7 @@ class Expected:
     def __init__(self, thresholds: tuple[float, ...], offset: int) -> None:
         self.thresholds, self.offset = thresholds, offset
         self.ids: list[int] = []
-        self.limits: list[tuple[float, ...]] = []
         self.lengths = [0] * (len(thresholds) + 1)
-        self.computed = list(self.lengths)
 
     def following(self) -> Iterator[int]:
         """The tokens that follow."""
@@ -64,12 +62,11 @@ class Player:
         engines: Mapping[str, Any],
         context: int,
         batched: bool = False,
-        propagates: bool = False,
         pending_limit: int = NO_LIMIT,
     ) -> None:
         """`pending_limit`: the largest limit of pending tokens that all engines keep to."""
         self.judge, self.engines, self.context = judge, engines, context
-        self.batched, self.propagates, self.pending_limit = batched, propagates, pending_limit
+        self.batched, self.pending_limit = batched, pending_limit
         self.seen = Counter[str]()
 
     def begin(self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float) -> None:
@@ -95,7 +92,7 @@ class Player:
 
     def rewind(self, number: int, length: int, offset: int) -> None:
         one = self.live[number]
-        allowed = 0 <= length <= len(one.ids) and not (self.propagates and length < len(one.ids))
+        allowed = 0 <= length <= len(one.ids)
         for engine in self.engines.values():
             if allowed:
                 engine.sequence(number).rewind(length)
@@ -105,10 +102,9 @@ class Player:
         if allowed:
             self.seen["rewound into pending tokens"] += one.lengths[-1] < length < len(one.ids)
             self.seen["rewound into the cache"] += 0 < length < one.lengths[-1]
-            del one.ids[length:], one.limits[length:]
+            del one.ids[length:]
             one.offset = offset
             one.lengths = [min(held, length) for held in one.lengths]
-            one.computed = list(one.lengths) if not self.propagates else one.computed
         self.check()
 
     def set_thresholds(self, number: int, thresholds: Sequence[float]) -> None:
@@ -130,9 +126,10 @@ class Player:
         for n, count in counts.items():
             one, following = self.live[n], self.live[n].following()
             new[n] = list(islice(following, count))
-            texts[n], limits[n] = [*one.ids, *new[n]], self._limits(n, count, n in full)
-            truths[n] = self.judge.truth(texts[n], limits[n], following, self.propagates)
-        if any((np.abs(truths[n].scores - limits[n][-1]) < UNDECIDED_GAP).any() for n in new):
+            texts[n] = [*one.ids, *new[n]]
+            limits[n] = (NEVER_EXIT,) * len(one.thresholds) if n in full else one.thresholds
+            truths[n] = self.judge.truth(texts[n], limits[n], following)
+        if any((np.abs(truths[n].scores - limits[n]) < UNDECIDED_GAP).any() for n in new):
             return
         exits = {n: self.judge.depths.index(truth.exit_layer) for n, truth in truths.items()}
         ran = self._segments_run(exits, {n: len(text) for n, text in texts.items()})
@@ -142,18 +139,11 @@ class Player:
         for name, engine in self.engines.items():
             for n, result in engine.step(new, keep, full):
                 rows = min(keep.get(n, 1), len(texts[n]) - self.live[n].lengths[-1])
-                self._compare(
-                    f"{name}, sequence {n}", result, truths[n], exits[n], ran[n], rows, n in keep, limits[n][-1]
-                )
+                self._compare(f"{name}, sequence {n}", result, truths[n], exits[n], ran[n], rows, n in keep, limits[n])
         for n, one in ((n, self.live[n]) for n in new):
             self._count(one, len(texts[n]), exits[n], ran[n])
-            one.ids, one.limits = texts[n], limits[n]
-            if self.propagates:
-                one.lengths = [len(one.ids)] * len(one.lengths)
-                one.computed = [c + len(new[n]) * (k < ran[n]) for k, c in enumerate(one.computed)]
-            else:
-                one.lengths = [len(one.ids) if k < ran[n] else held for k, held in enumerate(one.lengths)]
-                one.computed = one.lengths
+            one.ids = texts[n]
+            one.lengths = [len(one.ids) if k < ran[n] else held for k, held in enumerate(one.lengths)]
         self.check()
 
     def refuse(self, new: New, sentence: str) -> None:
@@ -170,16 +160,10 @@ class Player:
         for name, engine in self.engines.items():
             for n, one in self.live.items():
                 state = engine.sequence(n)
-                found = list(state.lengths), list(state.computed), list(state.pending)
+                found = list(state.lengths), list(state.pending)
                 pending = [before - after for before, after in zip(one.lengths, one.lengths[1:], strict=False)]
-                assert found == (one.lengths, one.computed, pending), f"{name}, sequence {n}"
+                assert found == (one.lengths, pending), f"{name}, sequence {n}"
                 assert max(pending) <= self.max_pending
-
-    def _limits(self, number: int, count: int, full: bool) -> list[tuple[float, ...]]:
-        """The thresholds of each token of a sequence after a step over `count` more."""
-        one = self.live[number]
-        never = full or (self.propagates and (count > 1 or not one.ids))
-        return [*one.limits, *[(NEVER_EXIT,) * len(self.thresholds) if never else one.thresholds] * count]
 
     def _segments_run(self, exits: Mapping[int, int], totals: Mapping[int, int]) -> dict[int, int]:
         """How many segments must run over each sequence, in one batch or one after the other."""
@@ -187,12 +171,12 @@ class Player:
             return {n: self._segments_run({n: exits[n]}, totals)[n] for n in exits}
         ran, running = dict.fromkeys(exits, 1), list(exits)
         for k in range(1, len(self.judge.depths)):
-            behind = {n: 0 if self.propagates else totals[n] - self.live[n].lengths[k] for n in exits}
+            behind = {n: totals[n] - self.live[n].lengths[k] for n in exits}
             needing = [n for n in running if exits[n] >= k or behind[n] > self.max_pending]
             if not needing:
                 break
             share = len(needing) / len(exits)
-            everyone = len(running) == len(exits) and share >= self.compaction and not self.propagates
+            everyone = len(running) == len(exits) and share >= self.compaction
             running = list(exits) if everyone else needing
             ran |= dict.fromkeys(running, k + 1)
         return ran
@@ -210,8 +194,7 @@ class Player:
     ) -> None:
         assert result.segments_run == ran, where
         logits, exit_layer = truth.logits[None], truth.exit_layer
-        last_runs = ran == len(self.judge.depths) and truth.full_logits is not None
-        if last_runs and (exit_segment + 1 == ran or (self.batched and kept)):
+        if ran == len(self.judge.depths) and (exit_segment + 1 == ran or (self.batched and kept)):
             logits, exit_layer = truth.full_logits[-rows:], self.judge.depths[-1]
         assert result.exit_layer == exit_layer, where
         assert result.position_logits.shape == logits.shape, where
@@ -248,11 +231,11 @@ class Player:
         self.check()
 
 
-def play(player: Player, usual: int, exhaustive: int, *required: str) -> None:
-    """Plays so many random scripts in `make test` and `make test-all`, and requires that some things have happened."""
+def play(player: Player, usual: int, exhaustive: int) -> None:
+    """Plays so many random scripts in `make test` and `make test-all`; everything in `REQUIRED` must have happened."""
     drawn = cases(usual, exhaustive, stateful_step_count=30)
     run_state_machine_as_test(lambda: StepMachine(player), settings=drawn)
-    missing = [what for what in required if not player.seen[what]]
+    missing = [what for what in REQUIRED if not player.seen[what]]
     assert not missing, player.seen
 
 
@@ -366,9 +349,9 @@ class StepMachine(RuleBasedStateMachine):
                 continue
             count, kept, all_segments = part
             counts[n] = min(count, room)
-            if kept and not player.propagates:
+            if kept:
                 keep[n] = kept
-            if all_segments and not (player.propagates and player.batched):
+            if all_segments:
                 full.add(n)
         if fail_at is not None and not player.batched:
             counts = dict(list(counts.items())[:1])

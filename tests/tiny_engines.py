@@ -11,12 +11,11 @@ from typing import Any
 from families import build
 from tiny_configs import CHECKPOINTS, CONTEXT
 
-from tide_export.bundle.manifest import EXACT, FLOAT32_KV, PROPAGATE
+from tide_export.bundle.manifest import FLOAT32_KV
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.calibration.config import TideConfig
 from tide_export.compose.cut import Pieces, cut
-from tide_export.compose.propagate import compose_propagating
 from tide_export.compose.step_graph import compose
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.packed import save_batch_networks
@@ -39,11 +38,10 @@ def bound(source: SourceModel) -> int:
 def pieces_of(
     source: SourceModel,
     checkpoints: tuple[int, ...],
-    every_layer: bool = False,
     traces: Callable[..., TracedModel] | None = None,
 ) -> Pieces:
     """`source` traced, from the store of traces where it has one, and cut."""
-    return cut((traces or flow.trace)(source, checkpoints, bound(source), every_layer), bound(source))
+    return cut((traces or flow.trace)(source, checkpoints, bound(source)), bound(source))
 
 
 def engine_of(*arguments: Any, **options: Any) -> Engine:
@@ -56,7 +54,6 @@ def bundle_of(
     routers: RouterSet,
     folder: Path,
     pieces: Pieces | None = None,
-    strategy: str = EXACT,
     batch: bool = False,
     half: str | None = None,
     kv_cache: str = FLOAT32_KV,
@@ -64,10 +61,9 @@ def bundle_of(
     """`source` with `routers` as a bundle, through the stages of `pipeline.flow.export`; its networks for batches too,
     if `batch`; weights stored in `half`, bf16 or fp16; K/V of the type `kv_cache`."""
     pieces = pieces or pieces_of(source, routers.checkpoints)
-    composing = compose_propagating if strategy == PROPAGATE else compose
     lower = partial(lower_for_onnxruntime, quantized=source.quantized, half=half, kv_cache=kv_cache)
-    graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
-    config = TideConfig(kv_cache_strategy=strategy, kv_cache=kv_cache)
+    graph = lower(compose(pieces, routers.arrays(), routers.lens_arrays()))
+    config = TideConfig(kv_cache=kv_cache)
     manifest = make_manifest(source, routers, config, pieces, graph, bound(source), half)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
@@ -95,13 +91,11 @@ def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: P
 
 @dataclass(frozen=True)
 class TinyLlama:
-    """A model with random routers, and its bundles: with an exact K/V cache (as a graph, as networks for batches and as
-    segment networks) and with a propagated one (without segment networks)."""
+    """A model with random routers, and its bundle: as a graph, as networks for batches and as segment networks."""
 
     source: SourceModel
     routers: RouterSet
     exact: Path
-    propagating: Path
 
     def graph(self, folder: Path) -> Engine:
         return load(folder, provider="cpu", threads=1)
@@ -117,19 +111,18 @@ def lens_at_first(routers: RouterSet) -> RouterSet:
 
 
 def tiny_llama_at(folder: Path, ids: Sequence[int], traces: Callable[..., TracedModel]) -> TinyLlama:
-    """The bundles in `folder`, which are made where they are missing. `ids`: that the routers are made for; `traces`:
-    as of `pieces_of`."""
+    """The bundle in `folder`, which is made where it is missing. `ids`: that the routers are made for; `traces`: as of
+    `pieces_of`."""
     source = build("llama")
     routers = random_routers(source, CHECKPOINTS, ids, bottleneck=16, lens_rank=4)
-    tiny = TinyLlama(source, routers, folder / "exact", folder / "propagating")
+    tiny = TinyLlama(source, routers, folder / "exact")
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not tiny.propagating.exists():
-            shutil.rmtree(tiny.exact, ignore_errors=True)
-            pieces = pieces_of(source, CHECKPOINTS, traces=traces)
-            engine_of(source, routers, tiny.exact, pieces, batch=True)
-            segments_of(source, routers, tiny.exact, pieces)
-            pieces = pieces_of(source, CHECKPOINTS, every_layer=True, traces=traces)
-            engine_of(source, routers, tiny.propagating, pieces, PROPAGATE, batch=True)
+        if not tiny.exact.exists():
+            pieces, made = pieces_of(source, CHECKPOINTS, traces=traces), folder / "made"
+            shutil.rmtree(made, ignore_errors=True)
+            engine_of(source, routers, made, pieces, batch=True)
+            segments_of(source, routers, made, pieces)
+            made.rename(tiny.exact)
     return tiny

@@ -100,12 +100,11 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   Tensor inputs[kInputs];
   for (std::size_t i = 0; i < kInputs; ++i) TIDE_RETURN_IF_FAILED(operands.input(i, inputs[i]));
   Tensor const &query = inputs[kQuery], &key = inputs[kKey], &value = inputs[kValue], &pages = inputs[kKeyPages];
-  Tensor const& first = query.rank > 0 ? query : key;
-  auto const like_first = [&](Tensor const& x) {
-    return x.rank == 0 || (x.rank == 3 && x.dims[0] == 1 && x.dims[1] == first.dims[1]);
+  auto const like_query = [&](Tensor const& x) {
+    return x.rank == 0 || (x.rank == 3 && x.dims[0] == 1 && x.dims[1] == query.dims[1]);
   };
-  if (first.rank != 3 || !like_first(query) || !like_first(key) || !like_first(value) || key.rank != value.rank) {
-    return invalid("attention takes queries [1, N, ..], keys and values of the same tokens, or one of the two");
+  if (query.rank != 3 || query.dims[0] != 1 || !like_query(key) || !like_query(value) || key.rank != value.rank) {
+    return invalid("attention takes queries [1, N, ..], and keys and values of the same tokens or neither");
   }
   if (pages.rank != 4 || inputs[kValuePages].rank != 4 ||
       !std::equal(pages.dims, pages.dims + 4, inputs[kValuePages].dims)) {
@@ -126,12 +125,12 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   bool const fits = a.kv_heads > 0 && a.heads > 0 && a.heads % a.kv_heads == 0 && a.head_dim > 0;
   std::int64_t const size = fits ? a.heads * a.head_dim : 0, kv_size = fits ? a.kv_heads * a.head_dim : 0;
   bool const packed = key.rank == 0 && query.dims[2] == size + 2 * kv_size;  // keys and values follow the queries
-  if (!fits || pages.dims[1] != a.kv_heads || (query.rank > 0 && !packed && query.dims[2] != size) ||
+  if (!fits || pages.dims[1] != a.kv_heads || (!packed && query.dims[2] != size) ||
       (key.rank > 0 && (key.dims[2] != kv_size || value.dims[2] != kv_size)) ||
       (inputs[kSinks].rank > 0 && (inputs[kSinks].rank != 1 || inputs[kSinks].dims[0] != a.heads))) {
     return invalid("attention: the heads of queries, keys, values, pages and sinks do not fit each other");
   }
-  std::int64_t const tokens = first.dims[1];
+  std::int64_t const tokens = query.dims[1];
   Sequences sequences;
   TIDE_RETURN_IF_FAILED(sequences_of(inputs, tokens, a, sequences));
   std::int64_t longest = 0;
@@ -146,12 +145,12 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
     return invalid("attention: the table of biases does not fit the heads or the longest sequence");
   }
   Tensor const& distance_bias = inputs[kDistanceBias];
-  if (!like_first(distance_bias) || (distance_bias.rank > 0 && distance_bias.dims[2] % a.heads != 0)) {
+  if (!like_query(distance_bias) || (distance_bias.rank > 0 && distance_bias.dims[2] % a.heads != 0)) {
     return invalid("attention: the biases by distance do not fit the new tokens or the heads");
   }
 
-  bool const attends = query.rank > 0, writes = packed || key.rank > 0;
-  std::int64_t const shape[] = {1, tokens, attends ? size : 0};
+  bool const writes = packed || key.rank > 0;
+  std::int64_t const shape[] = {1, tokens, size};
   void *result, *keys = pages.data, *values = inputs[kValuePages].data;
   TIDE_RETURN_IF_FAILED(operands.output(0, shape, 3, &result));
   if (writes) {
@@ -167,7 +166,7 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
 
   AttentionKernel const* const of_tests = chosen;
   AttentionKernel const& kernel = of_tests == nullptr ? *attention_kernel() : *of_tests;
-  std::int64_t const rows = attends ? tokens * a.heads : 0;
+  std::int64_t const rows = tokens * a.heads;
   float* const queries = run.scratch(rows * (a.width + 2), Run::kFirst);
   auto const queries_in = static_cast<float const*>(query.data);
   NewTokens const taken{kernel,
@@ -175,7 +174,7 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
                         sequences,
                         {static_cast<float const*>(cos.data), static_cast<float const*>(sin.data), half, interleaved_},
                         scale_ != 0 ? scale_ : 1 / std::sqrt(static_cast<float>(a.head_dim)),
-                        attends ? queries_in : nullptr,
+                        queries_in,
                         packed ? queries_in + size : static_cast<float const*>(key.data),
                         packed ? queries_in + size + kv_size : static_cast<float const*>(value.data),
                         query.dims[2],
@@ -186,8 +185,7 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   run.add((tokens + kPartTokens - 1) / kPartTokens, [taken, tokens](std::int64_t part) {
     taken.take(part * kPartTokens, std::min((part + 1) * kPartTokens, tokens));
   });
-  if (tokens * ((attends ? size : 0) + (writes ? 2 * kv_size : 0)) >= kFewNewFloats) run.needs_threads();
-  if (!attends) return nullptr;
+  if (tokens * (size + (writes ? 2 * kv_size : 0)) >= kFewNewFloats) run.needs_threads();
 
   Spans spans(a);
   float* const states = queries + rows * a.width;

@@ -64,7 +64,7 @@ struct NewTokens {
   Sequences sequences;
   Rotation rotation;
   float scale;
-  float const *query, *key, *value;       // a token's heads, [.., head_dim]; null: none
+  float const *query, *key, *value;       // a token's heads, [.., head_dim]; null: no new keys and values
   std::int64_t query_stride, key_stride;  // floats from one token to the next
   char *keys, *values;                    // pages
   float* queries;                         // spans of [kv_heads, tokens, group, width]
@@ -75,7 +75,7 @@ struct NewTokens {
     for (std::int64_t token = begin; token < end; ++token) {
       while (token >= starts[sequence + 1]) ++sequence;
       std::int64_t const position = sequences.first_position(sequence) + token - starts[sequence];
-      if (query != nullptr) rotate(sequence, token, position);
+      rotate(sequence, token, position);
       if (key != nullptr) store(sequences.pages + sequence * sequences.longest_table, token, position);
     }
   }

@@ -70,11 +70,6 @@ std::vector<std::int64_t> BatchState::lengths(std::size_t slot) const {
   return batch_->sequence(slot).lengths;
 }
 
-std::vector<std::int64_t> BatchState::computed(std::size_t slot) const {
-  check(slot);
-  return batch_->sequence(slot).computed();
-}
-
 void BatchState::check(std::size_t slot) const {
   if (slot < taken_.size() && taken_[slot]) return;
   throw GenerationError("slot " + std::to_string(slot) + " of the batch has no sequence");

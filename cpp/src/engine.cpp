@@ -28,9 +28,6 @@ constexpr std::int64_t kListPromptTokens = 2048;
 constexpr std::size_t kTimedDrafts = 25;
 constexpr std::size_t kEvicting = 64 << 20;  // bytes, more than caches hold
 
-// With fewer a prompt of a bundle that propagates could not be divided.
-constexpr std::int64_t kMinPromptTokens = 4;
-
 constexpr std::int64_t kMostSlots = 1024;
 
 // As many as that, or as a backend takes.
@@ -108,7 +105,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   limits.slots = static_cast<std::int64_t>(slots);
   std::size_t tokens = 0;
   for (auto const& prompt : prompts) tokens += prompt.size();
-  limits.prompt_tokens = std::clamp(static_cast<std::int64_t>(tokens), kMinPromptTokens, kListPromptTokens);
+  limits.prompt_tokens = std::clamp<std::int64_t>(static_cast<std::int64_t>(tokens), 1, kListPromptTokens);
   StepLoop loop(backend_, backend_->start_batch(request->compaction_threshold, slots), limits, nullptr);
   loop.end_together();
   std::vector<std::shared_ptr<Job>> jobs;
@@ -133,7 +130,7 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits, std::optional<AuditCo
   backend_->process().check();
   std::shared_ptr<Audit> opened = open_audit(backend_->bundle(), audit);
   std::size_t const slots = checked_slots(limits.slots);
-  whole_number("prompt_tokens", limits.prompt_tokens, kMinPromptTokens);
+  whole_number("prompt_tokens", limits.prompt_tokens, 1);
   if (limits.waiting) whole_number("waiting", *limits.waiting, 1);
   if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
   whole_number("prefix_cache_bytes", limits.prefix_cache_bytes, 0);

@@ -23,7 +23,6 @@ std::string states(std::int64_t layer, std::int64_t number) {
 }
 std::string new_states(std::int64_t layer, std::int64_t number) { return "new_" + states(layer, number); }
 std::string segment(std::size_t k) { return "segment_" + two_digits(k); }
-std::string skipped(std::size_t k) { return "skipped_" + two_digits(k); }
 
 }  // namespace names
 

@@ -72,13 +72,12 @@ constexpr char const *kHead = "head", *kBest = "best", *kCandidates = "candidate
 constexpr std::size_t kAfterSegments = 3;  // these networks, which follow the segments
 constexpr char const* kDrafter = "drafter";  // where the bundle has one that drafts from the final states
 std::string segment(std::size_t k);  // the name of segment k's network and engine
-std::string skipped(std::size_t k);  // the name of the batch network for tokens that skip segment k >= 1
 
 }  // namespace names
 
 // Paths in a bundle.
 std::string network_file(std::string const& name);  // the network `segment(k)`, kHead, kBest ...
 std::string engine_file(std::string const& name);   // its engine
-std::string batch_file(std::string const& name);    // the batch network `segment(k)`, `skipped(k)` or kHead
+std::string batch_file(std::string const& name);    // the batch network `segment(k)` or kHead
 
 }  // namespace tide

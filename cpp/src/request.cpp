@@ -12,8 +12,8 @@
 namespace tide {
 namespace {
 
-// Throws if an option has no effect: in mode full, for a bundle without checkpoints or one that propagates, or for one
-// prompt an option of batches.
+// Throws if an option has no effect: in mode full, for a bundle without checkpoints, or for one prompt an option of
+// batches.
 void check_exits(Bundle const& bundle, GenerationConfig const& config, bool batched) {
   Manifest const& manifest = bundle.manifest;
   std::pair<char const*, bool> const options[] = {{"threshold", config.threshold.has_value()},
@@ -32,10 +32,6 @@ void check_exits(Bundle const& bundle, GenerationConfig const& config, bool batc
     if (manifest.checkpoints.empty()) {
       throw GenerationError(name + " is for checkpoints, and bundle " + bundle.path.string() +
                             " has none: no token leaves early");
-    }
-    if ((name == "max_pending" || name == "compaction_threshold") && manifest.propagates()) {
-      throw GenerationError(name + " is for an exact K/V cache: bundle " + bundle.path.string() +
-                            " propagates, so that nothing waits");
     }
   }
 }
@@ -75,10 +71,6 @@ std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig c
   if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);
   if (config.drafter) limits.drafter = whole_number("drafter", *config.drafter, 0);
   limits.undo(bundle.manifest.model.undo());
-  if (bundle.manifest.propagates()) {
-    throw GenerationError("mode 'lossless' needs an exact K/V cache, and bundle " + bundle.path.string() +
-                          " propagates: export it with kv_cache_strategy exact");
-  }
   return limits;
 }
 
@@ -310,13 +302,10 @@ std::int64_t length_after(std::int64_t length, std::size_t count, std::int64_t l
   return total;
 }
 
-void check_rewind(Manifest const& manifest, std::int64_t held, std::int64_t length) {
+void check_rewind(std::int64_t held, std::int64_t length) {
   if (length < 0 || length > held) {
     throw GenerationError("a sequence of " + std::to_string(held) + " tokens cannot be rewound to " +
                           std::to_string(length));
-  }
-  if (manifest.propagates() && length < held) {
-    throw GenerationError("a sequence whose K/V are propagated cannot be rewound");
   }
 }
 

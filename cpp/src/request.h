@@ -76,8 +76,8 @@ std::int64_t context_of(Manifest const& manifest);
 // The number of tokens after a step over `count` more. Throws if `count` is 0 or the result exceeds `limit`.
 std::int64_t length_after(std::int64_t length, std::size_t count, std::int64_t limit);
 
-// Throws unless a sequence of `held` tokens can be rewound to `length`: never to fewer where its K/V are propagated.
-void check_rewind(Manifest const& manifest, std::int64_t held, std::int64_t length);
+// Throws unless a sequence of `held` tokens can be rewound to `length`.
+void check_rewind(std::int64_t held, std::int64_t length);
 
 // `max_pending`, checked, else the bundle's.
 std::int64_t pending_limit(Manifest const& manifest, std::optional<std::int64_t> const& max_pending);

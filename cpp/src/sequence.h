@@ -28,8 +28,7 @@ class Sequence {
   virtual void set_thresholds(std::vector<float> const& thresholds) = 0;
 
   virtual std::vector<std::int64_t> const& lengths() const = 0;  // tokens in each segment's K/V, shallowest first
-  virtual std::vector<std::int64_t> computed() const { return lengths(); }  // tokens that each segment has run over
-  virtual std::int64_t limit() const = 0;                                   // tokens it may have, at most
+  virtual std::int64_t limit() const = 0;                        // tokens it may have, at most
 
   std::int64_t settled = kNoLimit;  // tokens that a rewind will not remove, but those of the next step
   std::int64_t adapter = 0;        // as `Backend::adapter` gives it
@@ -63,10 +62,9 @@ class SequenceState {
   bool exit_state = false;            // whether it needs what the head reads of the last position, wherever that exits
 
   std::int64_t length() const { return lengths[0]; }
-  virtual std::vector<std::int64_t> computed() const { return lengths; }  // tokens that each segment has run over
 
   // Removes all tokens after the first `length`: what buffers hold beyond is overwritten before it is read. Throws
-  // GenerationError: the sequence is shorter, or its K/V are propagated.
+  // GenerationError: the sequence is shorter.
   virtual void rewind(std::int64_t length);
 
  protected:

@@ -51,7 +51,7 @@ void State::use_adapter(std::int64_t adapter) { sequence_->adapter = adapter; }
 void State::use_states(bool states) { sequence_->states = states; }
 
 void State::rewind(std::int64_t length) {
-  check_rewind(backend_->manifest(), this->length(), length);
+  check_rewind(this->length(), length);
   or_generation_error("the rewind failed", [&] { sequence_->rewind(length); });
 }
 
@@ -62,7 +62,6 @@ void State::set_thresholds(std::vector<double> const& thresholds) {
 
 std::int64_t State::length() const { return lengths()[0]; }
 std::vector<std::int64_t> const& State::lengths() const { return sequence_->lengths(); }
-std::vector<std::int64_t> State::computed() const { return sequence_->computed(); }
 std::vector<std::int64_t> State::pending() const {
   std::vector<std::int64_t> tokens;
   for (std::size_t k = 1; k < lengths().size(); ++k) tokens.push_back(lengths()[k - 1] - lengths()[k]);

@@ -19,8 +19,7 @@ class TokenStream::Impl {
         state_(std::move(state)),
         drafts_(request_->drafts ? backend->start_drafts(1) : nullptr),
         decoder_(make_decoder(backend->manifest(), *request_, 0, nullptr, drafts_ ? &drafts_->info() : nullptr)),
-        progress_(backend->manifest(), prompt, *request_),
-        propagates_(backend->manifest().propagates()) {
+        progress_(backend->manifest(), prompt, *request_) {
     if (request_->prompt_logprobs) scores_.emplace(backend->manifest(), prompt, *request_->prompt_logprobs);
     state_.use_candidates(scores_ ? 0 : decoder_->candidates);
     state_.use_states(decoder_->reads_states());
@@ -43,8 +42,7 @@ class TokenStream::Impl {
         while (decoder_->asks_drafter(1)) decoder_->take_draft(drafts_->run({{0, decoder_->draft_rows()}})[0], 1);
         StepRequest const& request = decoder_->request();
         auto const ran = static_cast<std::size_t>(state_.length() - decoder_->length());  // of the prompt, for its scores
-        bool const full = request.full || (propagates_ && ran > 0);  // as it would be with the rest of the prompt
-        result_ = state_.step(request.ids.data() + ran, request.ids.size() - ran, request.logits_to_keep, full);
+        result_ = state_.step(request.ids.data() + ran, request.ids.size() - ran, request.logits_to_keep, request.full);
         decoder_->read_states(*result_);
       }
       block_ = decoder_->take(*result_);
@@ -76,7 +74,7 @@ class TokenStream::Impl {
 
   void take() {
     make_room(tokens_, block_->size());
-    std::size_t const count = progress_.take(*block_, *decoder_, state_.computed(), seconds_, on_token_);
+    std::size_t const count = progress_.take(*block_, *decoder_, state_.lengths(), seconds_, on_token_);
     for (std::size_t i = 0; i < count; ++i) tokens_.push_back(std::move((*block_)[i]));
     seconds_ = 0;
     begun_ = false;
@@ -88,7 +86,6 @@ class TokenStream::Impl {
   std::unique_ptr<Drafts> const drafts_;  // null: there is no drafter
   std::unique_ptr<Decoder> const decoder_;
   Progress progress_;
-  bool const propagates_;
   std::optional<PromptScores> scores_;  // where the prompt's log-probabilities are asked for
   std::vector<Token> tokens_;
   // What the next call goes on with, where one threw.

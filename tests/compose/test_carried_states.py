@@ -124,9 +124,3 @@ def test_values_of_other_widths_after_another_checkpoint_are_followed_by_zeros()
     values = uncarried(marker)
     assert values[split.outputs[1]] is pad.inputs[0].producer().inputs[1]
     assert split.outputs[2] not in values
-
-
-def test_what_an_earlier_layer_computes_is_not_known_at_an_exit() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"read more of earlier ones .* propagated past skipped layers"):
-        CarriedStatesPass((0, 1, 2, 3), propagating=True)(passed_on((2, 2, 2)))
-    CarriedStatesPass((0, 1, 2), propagating=True)(traced())  # what follows from the ids is

@@ -109,7 +109,7 @@ void sequences(tide::Engine const& engine, std::string const& operation, Failure
     for (Ids const& ids : {Ids{3, 14, 15}, Ids{9}, Ids{2}, Ids{6}}) state.step(ids);
     return state;
   };
-  auto const facts = [](tide::State const& state) { return shown(state.lengths()) + shown(state.computed()); };
+  auto const facts = [](tide::State const& state) { return shown(state.lengths()); };
   auto const after = [&](tide::State& state) {  // steps of one token, of several, and to the next page
     std::string text = facts(state);
     for (Ids const& ids : {Ids{9}, Ids{7}, Ids{9, 3}, Ids{1}, Ids{2, 3, 5, 7, 11}, Ids{1}}) {
@@ -155,7 +155,7 @@ void batches(tide::Engine const& engine, std::string const& operation, Failures&
     std::string text = std::to_string(subject.batch.free_slots()) + ": ";
     for (std::size_t const slot : subject.slots) {
       try {
-        text += shown(subject.batch.lengths(slot)) + shown(subject.batch.computed(slot));
+        text += shown(subject.batch.lengths(slot));
       } catch (tide::GenerationError const&) {  // it left
       }
     }
@@ -249,7 +249,7 @@ Scheduled begun(tide::Engine const& engine, std::int64_t prefix_cache_bytes) {
   };
   submit(kPrompt, "exit");
   submit(Ids(20, 9), "full");
-  submit(kPrompt, engine.manifest().kv_cache_strategy == "exact" ? "lossless" : "exit");
+  submit(kPrompt, "lossless");
   for (int i = 0; i < 2; ++i) made.scheduler.step();
   submit(Ids(40, 9), "full");  // joins in the next step
   return made;

@@ -59,7 +59,7 @@ int main(int count, char** arguments) {
     other.begin(pages, 1, std::nullopt);  // and no `reserve`, which would copy the page
     std::int64_t ids[] = {1, 1};
     tide::Adapters const adapters(bundle, {});
-    tide::NetworkRun run(*sessions, bundle.manifest, pool, adapters, 0, false);
+    tide::NetworkRun run(*sessions, bundle.manifest, pool, adapters, 0);
     run.run({{&one, 1, 2, 1, 2.0F}, {&other, 1, 2, 1, 2.0F}}, ids);
     return 0;
   }

@@ -131,7 +131,7 @@ DRAFTS = {"thresholds": [0, 0], "max_drafts": 4, "prompt_lookup": 4, "draft_cost
         ("generate", {"compaction_threshold": 0.5}, "compaction_threshold is for a list of prompts"),
         ("scheduler", {"threads": 1}, "options: field 'threads' is unknown"),
         ("scheduler", {"slots": 1.0}, "options: field 'slots' must be a whole number, not 1.0"),
-        ("scheduler", {"prompt_tokens": 3}, "prompt_tokens must be a whole number, 4 or more, not 3"),
+        ("scheduler", {"prompt_tokens": 0}, "prompt_tokens must be a whole number, 1 or more, not 0"),
         ("scheduler", {"waiting": 0}, "waiting must be a whole number, 1 or more, not 0"),
         ("scheduler", {"kv_tokens": -1}, "kv_tokens must be a whole number, 1 or more, not -1"),
         ("scheduler", {"prefix_cache_bytes": -1}, "prefix_cache_bytes must be a whole number, 0 or more, not -1"),

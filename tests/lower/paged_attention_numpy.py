@@ -37,8 +37,6 @@ class Case:
 
     @property
     def form(self) -> Form:
-        if "query" not in self.inputs:
-            return Form.STORING
         if "key" in self.inputs:
             return Form.APART
         alone = self.inputs["query"].shape[-1] == self.num_heads * self.head_dim
@@ -87,8 +85,7 @@ def expected(case: Case) -> list[np.ndarray]:
     given = case.inputs
     key_pages, value_pages = given["key_pages"].copy(), given["value_pages"].copy()
     query, key, value = _apart(case)
-    first = next(x for x in (query, key) if x is not None)
-    tokens, table, lengths = first.shape[1], given["page_table"], given["lengths"]
+    tokens, table, lengths = query.shape[1], given["page_table"], given["lengths"]
     starts = given.get("starts", np.array([0, tokens]))
     where = [
         (r, int(lengths[r] - (starts[r + 1] - starts[r]) + i))
@@ -104,8 +101,6 @@ def expected(case: Case) -> list[np.ndarray]:
                 rows = _rotated(case, rows, position) if turns else rows
                 pages[page, :, row] = int8_rows(rows) if case.kv_cache == INT8_KV else rows
     stored = [] if case.form == Form.READING else [key_pages, value_pages]
-    if query is None:
-        return [np.zeros((1, tokens, 0), np.float32), *stored]
     bias = given.get("distance_bias")
     distances = [None] * tokens if bias is None else bias[0]
     output = [

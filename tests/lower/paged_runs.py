@@ -17,7 +17,7 @@ from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
 LONGEST = 1100  # rows of the tables
 TYPES = {"page_table": INT32, "lengths": INT64, "starts": INT64}
 BY_TOKEN = ("query", "key", "value", "distance_bias")
-NEW = {Form.READING: ("query",), Form.STORING: ("key", "value")}  # inputs; else all three
+NEW = {Form.READING: ("query",)}  # inputs; else all three
 
 
 @dataclass(frozen=True)

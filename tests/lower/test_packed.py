@@ -11,22 +11,15 @@ from tide_export.bundle.file_names import WEIGHTS_FILE, batch_file
 from tide_export.compose.cut import Pieces, check_positions
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.lower.onnxruntime.packed import INLINE_BYTES, _point_to
-from tide_export.names.networks import HEAD, segment_name, skipped_name
+from tide_export.names.networks import HEAD, segment_name
 
 
-@pytest.mark.parametrize(
-    ("kind", "more"), [("demo_bundle", [HEAD]), ("propagating_bundle", [HEAD, *(skipped_name(k) for k in (1, 2, 3))])]
-)
-def test_every_network_refers_to_the_weights_of_the_graph(
-    kind: str, more: list[str], request: pytest.FixtureRequest
-) -> None:
-    bundle: Path = request.getfixturevalue(kind)
-    parts = [segment_name(k) for k in range(4)]
-    files = list(map(batch_file, [*parts, *more]))
-    assert {file.relative_to(bundle).as_posix() for file in bundle.glob("batch/*")} == set(files)
+def test_every_network_refers_to_the_weights_of_the_graph(demo_bundle: Path) -> None:
+    files = [batch_file(part) for part in (*map(segment_name, range(4)), HEAD)]
+    assert {file.relative_to(demo_bundle).as_posix() for file in demo_bundle.glob("batch/*")} == set(files)
     for file in files:
-        assert (bundle / file).stat().st_size < 500_000
-        model = onnx.load(bundle / file, load_external_data=False)
+        assert (demo_bundle / file).stat().st_size < 500_000
+        model = onnx.load(demo_bundle / file, load_external_data=False)
         outside = [weight for weight in model.graph.initializer if weight.external_data]
         assert {entry.value for weight in outside for entry in weight.external_data if entry.key == "location"} == {
             WEIGHTS_FILE

@@ -83,7 +83,7 @@ def test_random_runs_are_as_the_function_defines_them(case: tuple[Node, list[int
         for ours, was, rows in zip(pages, before, floats, strict=True):
             written = (ours != was).any(-1)
             np.testing.assert_array_equal(ours[written], int8_rows(rows[written]))
-    if node.int8 and pages and node.form != Form.STORING:  # the function reads what the operator stored
+    if node.int8 and pages:  # the function reads what the operator stored
         query = inputs["query"][..., : node.heads * node.head_dim]
         read = {name: array for name, array in inputs.items() if name not in ("key", "value")}
         read |= {"query": query, "key_pages": pages[0], "value_pages": pages[1]}
@@ -196,7 +196,7 @@ def altered(inputs: Arrays, change: dict) -> Arrays:
 
 
 HEADS = "the heads of queries, keys, values, pages and sinks do not fit each other"
-TOKENS = r"takes queries \[1, N, \.\.\], keys and values of the same tokens, or one of the two"
+TOKENS = r"takes queries \[1, N, \.\.\], and keys and values of the same tokens or neither"
 SEQUENCES = r"takes a page table \[R, J\], lengths \[R\] and starts \[R \+ 1\]"
 STARTS = "the sequences' starts do not ascend from 0 to the number of new tokens"
 
@@ -213,6 +213,7 @@ STARTS = "the sequences' starts do not ascend from 0 to the number of new tokens
         ({"query": (1, 4, 64)}, TOKENS),
         ({"query": (2, 5, 64)}, TOKENS),
         ({"value": None}, TOKENS),
+        ({"query": None}, TOKENS),
         ({"query": None, "key": None, "value": None}, TOKENS),
         (
             {"key_pages": (9, 2, 8, 24)},
@@ -279,4 +280,4 @@ def test_no_sequences_and_no_tokens() -> None:
         inputs = altered(
             inputs, {"starts": [0]} | {n: (1, 0, inputs[n].shape[-1]) for n in ("query", "key", "value") if n in inputs}
         )
-        assert run(node, inputs)[0].shape == (1, 0, 0 if form == Form.STORING else 64)
+        assert run(node, inputs)[0].shape == (1, 0, 64)

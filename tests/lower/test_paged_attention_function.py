@@ -43,7 +43,6 @@ def case_of(
         Form.APART: dict(zip(("query", "key", "value"), new, strict=True)),
         Form.PACKED: {"query": np.concatenate(new, -1)},
         Form.READING: {"query": new[0]},
-        Form.STORING: {"key": new[1], "value": new[2]},
     }[form]
     for name in ("key_pages", "value_pages"):
         pages = normal(PAGES, KV_HEADS, SIZE, head_dim)

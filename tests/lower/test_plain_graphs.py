@@ -8,18 +8,15 @@ import onnx
 import pytest
 import tiers
 from families import build
-from plain_graphs import Batch, Network, StepGraph
+from plain_graphs import Batch, StepGraph
 from tiny_configs import CHECKPOINTS
 from tiny_engines import bundle_of, pieces_of
 
-from tide_export.bundle.file_names import GRAPH_FILE, batch_file
-from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV, PROPAGATE
+from tide_export.bundle.file_names import GRAPH_FILE
+from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV
 from tide_export.bundle.opened import Bundle
 from tide_export.model.source import SourceModel
 from tide_export.names import batch_networks as names
-from tide_export.names import paged
-from tide_export.names.networks import skipped_name
-from tide_export.names.operators import OP_PAGED_ATTENTION
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.verify.int8_kv import rounded_kv
@@ -48,12 +45,11 @@ RUNS = [[13, 1, 0], [1, 6, 5], [0, 1, 1], [9, 0, 17]]  # new tokens of three seq
 class Made:
     """A family's bundle and what it was made of."""
 
-    def __init__(self, family: str, folder: Path, strategy: str = EXACT, kv_cache: str = FLOAT32_KV) -> None:
+    def __init__(self, family: str, folder: Path, kv_cache: str = FLOAT32_KV) -> None:
         self.source: SourceModel = build(family)
         self.routers: RouterSet = random_routers(self.source, CHECKPOINTS, IDS[0], bottleneck=16, lens_rank=4)
-        pieces = pieces_of(self.source, CHECKPOINTS, strategy == PROPAGATE)
-        options = {"strategy": strategy, "kv_cache": kv_cache}
-        self.bundle: Bundle = bundle_of(self.source, self.routers, folder / "bundle", pieces, batch=True, **options)
+        made_of = self.source, self.routers, folder / "bundle", pieces_of(self.source, CHECKPOINTS)
+        self.bundle: Bundle = bundle_of(*made_of, batch=True, kv_cache=kv_cache)
 
     def full(self, ids: list[int]) -> np.ndarray:
         with rounded_kv(self.source, self.bundle.manifest):
@@ -70,11 +66,6 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made("llama", tmp_path_factory.mktemp("int8"), kv_cache=INT8_KV)
 
 
-@pytest.fixture(scope="module")
-def propagating(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made("llama", tmp_path_factory.mktemp("propagating"), PROPAGATE)
-
-
 def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
     np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max(initial=1))
 
@@ -86,12 +77,12 @@ def check_full_depth(made: Made, tolerance: float = 1e-4) -> None:
     close(np.concatenate(logits), made.full(ids), tolerance)
 
 
-def check_exits(made: Made, propagate_from: int | None = None) -> None:
+def check_exits(made: Made) -> None:
     """Token by token after a prompt, by thresholds that some tokens pass at either checkpoint."""
     ids, prompt = IDS[1], 10
-    scores = oracle(made.source, made.routers, ids, [2.0, 2.0], propagate_from).scores[prompt:].numpy()
+    scores = oracle(made.source, made.routers, ids, [2.0, 2.0]).scores[prompt:].numpy()
     thresholds = [dividing(scores[:, k], share) for k, share in enumerate((0.7, 0.5))]
-    expected = oracle(made.source, made.routers, ids, thresholds, propagate_from)
+    expected = oracle(made.source, made.routers, ids, thresholds)
     graph = StepGraph(made.bundle)
     graph.step(ids[:prompt])
     steps = [graph.step([token], thresholds) for token in ids[prompt:]]
@@ -174,48 +165,3 @@ def test_pending_tokens_of_several_runs_go_through_the_next_segment_at_once(made
 def test_int8_pages(int8: Made) -> None:
     check_full_depth(int8, 2e-3)  # a number on the edge may be rounded to either side
     check_batch(int8, 2e-3)
-
-
-def test_a_propagating_step_graph_follows_the_rule(propagating: Made) -> None:
-    check_full_depth(propagating)
-    check_exits(propagating, 10)
-    check_batch(propagating)
-
-
-def test_skipped_layers_store_keys_and_values_of_exit_states(propagating: Made) -> None:
-    """As the step graph does in its own branch: one sequence exits after the first segment, another goes deep."""
-    made, prompts = propagating, [7, 11]
-    batch = Batch(made.bundle, 2)
-    batch.full([ids[:length] for ids, length in zip(IDS, prompts, strict=False)])
-    states = batch.through([IDS[0][7:8], IDS[1][11:12]], range(1))[names.NEW_HIDDEN_STATES]
-    lengths = [8, 12]
-    for deep, network in ((False, batch.skipped[0]), (False, batch.skipped[1]), (True, None)):
-        row, r = (1, 1) if deep else (0, 0)
-        feeds = {
-            names.SEQUENCE_LENGTHS: np.array([lengths[r]]),
-            names.SEQUENCE_STARTS: np.array([0, 1]),
-            names.PAGE_TABLE: np.array([batch.tables[r]], np.int32),
-            names.POSITION_IDS: np.array([[lengths[r] - 1]]),
-            names.HIDDEN_STATES: states[:, row : row + 1],
-            names.LAST_TOKENS: np.array([0]),
-            names.SLOT_THRESHOLDS: np.zeros((1, 1), np.float32),
-        }
-        for each in batch.segments[1:] if network is None else [network]:
-            outputs = each(batch.pool, feeds)
-            feeds[names.HIDDEN_STATES] = outputs.get(names.NEW_HIDDEN_STATES, feeds[names.HIDDEN_STATES])
-    found = batch.full([IDS[0][8:12], IDS[1][12:15]])
-    for r, (exits, after) in enumerate(((True, 4), (False, 3))):
-        graph = StepGraph(made.bundle)
-        graph.step(IDS[r][: prompts[r]])
-        graph.step([IDS[r][prompts[r]]], [-1.0, -1.0] if exits else None)
-        close(found[r], graph.step(IDS[r][prompts[r] + 1 : prompts[r] + 1 + after])[0])
-
-
-def test_a_network_of_skipped_layers_reads_no_page(propagating: Made) -> None:
-    """It stores alone: without queries there is no attention in it."""
-    network = Network(propagating.bundle, batch_file(skipped_name(1)))
-    model = onnx.load(propagating.bundle.path / batch_file(skipped_name(1)), load_external_data=False)
-    (node,) = [node for node in model.graph.node if node.op_type == OP_PAGED_ATTENTION[FLOAT32_KV]]
-    assert node.input[0] == ""
-    assert node.overload == "storing_starts_rotation"
-    assert set(network.outputs) == {paged.new_pages(1, kind) for kind in ("key", "value")}

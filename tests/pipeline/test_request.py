@@ -13,9 +13,6 @@ from tide_export.pipeline import calibrate, flow
 from tide_export.pipeline.flow import export
 from tide_export.pipeline.request import ExportRequest
 
-PROPAGATE = TideConfig(kv_cache_strategy="propagate")
-WAITING = TideConfig(kv_cache_strategy="propagate", max_pending=4)
-
 
 @pytest.mark.parametrize(
     ("options", "says"),
@@ -25,8 +22,6 @@ WAITING = TideConfig(kv_cache_strategy="propagate", max_pending=4)
         ({"targets": ("tensorrt", "tensorrt-rtx")}, "the engines of one flavour"),
         ({"targets": ("tensorrt",), "weights": "int8"}, "'int8' are for target onnxruntime alone"),
         ({"weights": "fp8"}, "'fp8' are for targets tensorrt and tensorrt-rtx"),
-        ({"targets": ("tensorrt",), "config": PROPAGATE}, "propagate is for target onnxruntime, not tensorrt"),
-        ({"config": WAITING}, "max_pending is for kv_cache_strategy exact"),
         ({"plugins": "x.so"}, "--plugins is for building engines"),
         ({"targets": ("tensorrt",), "engines": False, "plugins": "x.so"}, "--plugins is for building engines"),
         ({"batch_size": 4}, "batch_size is for targets tensorrt and tensorrt-rtx"),
@@ -46,12 +41,10 @@ def test_contradictions_are_refused(options: dict, says: str) -> None:
 def test_what_follows_from_a_request() -> None:
     plain = ExportRequest("model", "out")
     assert (plain.flavour, plain.plugin_library, plain.quantization_settings) == (None, None, None)
-    assert not plain.propagates
     assert plain.config == ExportRequest("model", "out", config=None).config == TideConfig()
     request = ExportRequest("model", "out", targets=("onnxruntime", "tensorrt-rtx"), engines=False, batch_size=3)
     assert request.flavour is not None
     assert (request.flavour.name, request.max_batch_size) == ("tensorrt-rtx", 3)
-    assert ExportRequest("model", "out", config=PROPAGATE).propagates
     with pytest.raises(dataclasses.FrozenInstanceError):
         plain.model = "other"
 

@@ -152,8 +152,3 @@ def test_lossless_drafts_as_ever(graph: Engine, exits: dict[str, Any]) -> None:
 def test_wrong_options_are_refused(name: str, value: Any) -> None:
     with pytest.raises(GenerationError, match=f"audit {name} must be"):
         AuditConfig(**{name: value})
-
-
-def test_what_cannot_be_audited_is_refused(tiny_llama: TinyLlama) -> None:
-    with pytest.raises(GenerationError, match="an audit needs an exact K/V cache"):
-        tiny_llama.graph(tiny_llama.propagating).scheduler(audit=AuditConfig())

@@ -26,8 +26,8 @@ FULL: dict[str, Any] = {"mode": "full", "max_new_tokens": 4, "stop_token_ids": [
 
 
 HYBRIDS = ["qwen3_5 (text)", "lfm2", "mamba"]  # which can take back 32, 32 and 8 tokens; the last has no K/V
-USUAL = ["exact", "propagating", "qwen3_5 (text)", "mamba"]
-of_hybrids = pytest.mark.parametrize("made", tiers.exhaustive_but(USUAL[2:], HYBRIDS), indirect=True, scope="module")
+USUAL = ["exact", "qwen3_5 (text)", "mamba"]
+of_hybrids = pytest.mark.parametrize("made", tiers.exhaustive_but(USUAL[1:], HYBRIDS), indirect=True, scope="module")
 
 
 class Made(NamedTuple):
@@ -40,13 +40,13 @@ class Made(NamedTuple):
 def made_of(kind: str, tiny_llama: TinyLlama, folder: Path) -> Made:
     if kind not in HYBRIDS:
         mixed = dividing_thresholds(tiny_llama.source, tiny_llama.routers, TEXT)
-        return Made(tiny_llama.graph(getattr(tiny_llama, kind)), mixed)
+        return Made(tiny_llama.graph(tiny_llama.exact), mixed)
     source = build(kind)
     routers = random_routers(source, CHECKPOINTS, TEXT, bottleneck=16)
     return Made(engine_of(source, routers, folder, batch=True), dividing_thresholds(source, routers, TEXT))
 
 
-@pytest.fixture(scope="module", params=tiers.exhaustive_but(USUAL, ["exact", "propagating", *HYBRIDS]))
+@pytest.fixture(scope="module", params=tiers.exhaustive_but(USUAL, ["exact", *HYBRIDS]))
 def made(request: pytest.FixtureRequest, tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made_of(request.param, tiny_llama, tmp_path_factory.mktemp("prefixes") / "bundle")
 
@@ -83,9 +83,8 @@ def options_of(engine: Engine, mixed: list[float]) -> list[dict[str, Any]]:
     exits: dict[str, Any] = {"mode": "exit", "threshold": mixed, "min_layers": 0}
     options = [{"mode": "full"}, exits, {"mode": "full", "temperature": 0.8, "seed": 3}, exits | {"threshold": 0.3}]
     options.append(exits | {"temperature": 1.0, "seed": 5, "top_k": 20})
-    if engine.manifest.kv_cache_strategy == "exact":
-        lossless = {"mode": "lossless", "threshold": mixed}
-        options += [exits | {"max_pending": 30}, lossless, lossless | {"temperature": 0.8, "seed": 3}]
+    lossless = {"mode": "lossless", "threshold": mixed}
+    options += [exits | {"max_pending": 30}, lossless, lossless | {"temperature": 0.8, "seed": 3}]
     return options
 
 
@@ -123,7 +122,6 @@ def test_tokens_are_those_without_a_cache(engine: Engine, mixed: list[float], bl
 
 def test_what_is_reused(engine: Engine) -> None:
     scheduler = scheduler_of(engine, 100)
-    one_more = int(engine.manifest.kv_cache_strategy == "propagate")  # a step over one token could exit
     first = run(scheduler, PROMPT, **FULL)
     assert first == (engine.generate(PROMPT, **FULL).tokens, 0)
     assert run(scheduler, PROMPT, **FULL) == (first[0], 64), "whole blocks"
@@ -131,19 +129,17 @@ def test_what_is_reused(engine: Engine) -> None:
         assert [run(scheduler, PROMPT[:48], **FULL)[1] for _ in range(2)] == [0, 32]
         assert [run(scheduler, [*PROMPT[:20], number, 1], **FULL)[1] for number in (1, 2)] == [0, 16]
     else:
-        assert run(scheduler, PROMPT[:48], **FULL)[1] == 47 - one_more, "the last token is run: it gives the logits"
+        assert run(scheduler, PROMPT[:48], **FULL)[1] == 47, "the last token is run: it gives the logits"
     assert run(scheduler, PROMPT[:40], **FULL)[1] == 32, "of a prompt that another one begins with"
     assert run(scheduler, [*PROMPT[:40], 1, 1, 1], **FULL)[1] == 32, "of one that goes on otherwise"
     assert run(scheduler, [1, *PROMPT], **FULL)[1] == 0
     assert run(scheduler, PROMPT[:1], **FULL)[1] == 0
 
 
-def test_answers_are_cached_but_not_where_kv_are_propagated(engine: Engine, mixed: list[float]) -> None:
-    exact = engine.manifest.kv_cache_strategy == "exact"
+def test_answers_are_cached(engine: Engine, mixed: list[float]) -> None:
     exits = {"threshold": mixed, "min_layers": 0}
     modes: list[dict[str, Any]] = [{"mode": "full"}, {"mode": "exit", **exits}]
-    if exact:
-        modes += [{"mode": "lossless", **exits}, {"mode": "exit", "threshold": 0.0, "min_layers": 0, "max_pending": 20}]
+    modes += [{"mode": "lossless", **exits}, {"mode": "exit", "threshold": 0.0, "min_layers": 0, "max_pending": 20}]
     for options in modes:
         scheduler, options = scheduler_of(engine, 100), FULL | options | {"max_new_tokens": 30}
         answer, _ = run(scheduler, PROMPT, **options)
@@ -151,7 +147,7 @@ def test_answers_are_cached_but_not_where_kv_are_propagated(engine: Engine, mixe
         found, cached = run(scheduler, again, **options)
         assert found == engine.generate(again, **options).tokens
         least = 96 if options["mode"] != "exit" else 80 if options["threshold"] else 64  # what is pending is not cached
-        assert cached in range(least, 97, 16) if exact else cached == 64
+        assert cached in range(least, 97, 16)
 
 
 def test_statistics_count_what_was_run(engine: Engine) -> None:

@@ -22,9 +22,9 @@ SECONDS = 60  # after which a child hangs
 def test_engines_on_several_bundles_and_threads(tiny_llama: TinyLlama, tiny_bundle: Path, tmp_path: Path) -> None:
     """Each with threads of its own, used by several threads at once, and by schedulers."""
     other = TinyModel(seed=5, vocabulary=100, context=None).write(tmp_path / "other")
-    paths = [tiny_bundle, other, tiny_llama.exact, tiny_llama.exact, tiny_llama.propagating]
+    paths = [tiny_bundle, other, tiny_llama.exact, tiny_llama.exact]
     alone = [load(path, threads=1).generate(PROMPT, **GREEDY).tokens for path in paths]
-    assert len({tuple(tokens) for tokens in alone}) == 3, "the propagating bundle is the same model"
+    assert len({tuple(tokens) for tokens in alone}) == 3
     engines = [load(path, threads=1 + number % 2) for number, path in enumerate(paths)]
     schedulers = [engine.scheduler(SchedulerLimits(slots=2)).start() for engine in engines[2:]]
     found = list[tuple[int, list[int]]]()
@@ -40,7 +40,7 @@ def test_engines_on_several_bundles_and_threads(tiny_llama: TinyLlama, tiny_bund
         worker.start()
     for worker in workers:
         worker.join()
-    assert len(found) == 2 * 6 * (len(paths) + 3)
+    assert len(found) == 2 * 6 * (len(paths) + 2)
     assert all(tokens == alone[number] for number, tokens in found)
     engines.pop()  # of whom a scheduler is left
     assert schedulers[-1].submit(PROMPT, **GREEDY).result().tokens == alone[-1]

@@ -21,11 +21,9 @@ MORE: dict[str, Any] = {"max_new_tokens": 6, "stop_token_ids": [], "logprobs": 1
 LARGE = 1 << 17  # a vocabulary of which a step gives 128 rows
 
 
-@pytest.fixture(scope="module", params=["exact", "propagating", "networks"])
+@pytest.fixture(scope="module", params=["graph", "networks"])
 def engine(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Engine:
-    if request.param == "networks":
-        return tiny_llama.networks()
-    return tiny_llama.graph(getattr(tiny_llama, request.param))
+    return tiny_llama.networks() if request.param == "networks" else tiny_llama.graph(tiny_llama.exact)
 
 
 @pytest.fixture
@@ -59,8 +57,6 @@ def check(found: list[TokenLogprobs | None] | None, logits: np.ndarray, ids: lis
 def test_those_of_the_source_model(
     engine: Engine, tiny_llama: TinyLlama, modes: dict[str, dict[str, Any]], prefixes: int, mode: str
 ) -> None:
-    if mode == "lossless" and engine.manifest.kv_cache_strategy != "exact":
-        pytest.skip("lossless mode needs an exact K/V cache")
     prompts = [TEXT, TEXT[:1], TEXT[5:7], TEXT[3:21]]
     with torch.no_grad():
         logits = [tiny_llama.source.model(torch.tensor([ids])).logits[0].numpy() for ids in prompts]

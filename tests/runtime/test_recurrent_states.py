@@ -12,7 +12,7 @@ from tiny_engines import engine_of
 
 from tide_export.bundle.manifest import INT8_KV
 from tide_export.calibration.config import TideConfig
-from tide_export.errors import ConfigError, GenerationError, UnsupportedModelError
+from tide_export.errors import GenerationError, UnsupportedModelError
 from tide_export.pipeline.flow import export
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine, load
@@ -123,6 +123,4 @@ def test_what_such_a_model_cannot_be_exported_for(tmp_path: Path) -> None:
         UnsupportedModelError, match="keeps recurrent states, which TensorRT's networks cannot take back"
     ):
         export(model, output, targets=("onnxruntime", "tensorrt"), engines=False)
-    with pytest.raises(ConfigError, match="keeps recurrent states, which need every token: take exact"):
-        export(model, output, config=TideConfig(kv_cache_strategy="propagate"))
     assert not output.exists()

@@ -90,16 +90,9 @@ def test_refused(engine: Engine, options: dict[str, Any], sentence: str) -> None
         engine.resolved(GenerationConfig(**options), prompts=2)
 
 
-def test_where_keys_and_values_are_propagated_nothing_pends(engine: Engine, tiny_llama) -> None:
-    propagating = load(tiny_llama.propagating, threads=1)
-    propagating.resolved(GenerationConfig(mode="exit", threshold=0.5, min_layers=1))
-    for name in ("max_pending", "compaction_threshold"):
-        with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache"):
-            propagating.resolved(GenerationConfig(mode="exit", **{name: 1}), prompts=2)
+def test_compaction_is_for_several_prompts(engine: Engine) -> None:
     with pytest.raises(GenerationError, match="compaction_threshold is for a list of prompts"):
         engine.resolved(GenerationConfig(mode="exit", compaction_threshold=1))
-    with pytest.raises(GenerationError, match="mode 'lossless' needs an exact K/V cache"):
-        propagating.resolved(GenerationConfig(mode="lossless"))
 
 
 def test_one_prompt_or_several() -> None:

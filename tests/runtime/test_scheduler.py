@@ -34,11 +34,9 @@ def mixed(tiny_llama: TinyLlama) -> list[float]:
     return dividing_thresholds(tiny_llama.source, tiny_llama.routers, TEXT)
 
 
-@pytest.fixture(scope="module", params=["graph", "networks", "propagating"])
+@pytest.fixture(scope="module", params=["graph", "networks"])
 def engine(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Engine:
-    if request.param == "networks":
-        return tiny_llama.networks()
-    return tiny_llama.graph(tiny_llama.exact if request.param == "graph" else tiny_llama.propagating)
+    return tiny_llama.networks() if request.param == "networks" else tiny_llama.graph(tiny_llama.exact)
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +50,8 @@ def requests_of(engine: Engine, mixed: list[float], count: int, seed: int) -> li
     options = [{"mode": "full"}, exits, exits | {"threshold": 0.3}, {"mode": "full", "temperature": 0.8, "seed": 3}]
     options.append(exits | {"temperature": 1.0, "seed": 5, "top_k": 20, "min_p": 0.01, "presence_penalty": 1.0})
     changed = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "logprobs": 1}
-    if engine.manifest.kv_cache_strategy == "exact":
-        lossless = {"mode": "lossless", "threshold": mixed}
-        options += [exits | {"max_pending": 1}, lossless, lossless | {"temperature": 0.8, "seed": 3} | changed]
+    lossless = {"mode": "lossless", "threshold": mixed}
+    options += [exits | {"max_pending": 1}, lossless, lossless | {"temperature": 0.8, "seed": 3} | changed]
     return [
         (
             [order.randrange(engine.manifest.model.vocab_size) for _ in range(order.choice(LENGTHS))],
@@ -142,14 +139,14 @@ def test_what_is_wrong_is_refused_at_once(graph: Engine) -> None:
     assert scheduler.waiting == 0
 
 
-@pytest.mark.parametrize("limits", [{"slots": 0}, {"prompt_tokens": 3}, {"waiting": 0}, {"kv_tokens": 1.5}])
+@pytest.mark.parametrize("limits", [{"slots": 0}, {"prompt_tokens": 0}, {"waiting": 0}, {"kv_tokens": 1.5}])
 def test_limits_that_let_nothing_through_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(GenerationError, match=next(iter(limits))):
         SchedulerLimits(**limits)
 
 
 def test_a_prompt_is_divided_at_the_smallest_limit(engine: Engine) -> None:
-    scheduler = engine.scheduler(SchedulerLimits(slots=SLOTS, prompt_tokens=4))
+    scheduler = engine.scheduler(SchedulerLimits(slots=SLOTS, prompt_tokens=1))
     options = {"mode": "full", "max_new_tokens": 2, "stop_token_ids": []}
     prompts = [list(range(size)) for size in range(1, 12)]
     handles = [scheduler.submit(prompt, **options) for prompt in prompts]

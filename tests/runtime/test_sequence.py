@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
 from tide_export.bundle.file_names import WEIGHTS_FILE
@@ -60,7 +59,7 @@ def test_every_step_equals_the_plain_model(
 def check_counts(state: SingleSequence, segments_run: int, total: int, max_pending: int) -> None:
     assert state.length == total
     assert state.lengths[:segments_run] == [total] * segments_run
-    assert state.lengths == sorted(state.lengths, reverse=True) == state.computed
+    assert state.lengths == sorted(state.lengths, reverse=True)
     assert max(state.pending) <= max_pending
 
 
@@ -117,12 +116,6 @@ def test_a_graph_without_checkpoints(tmp_path: Path) -> None:
     assert (state.lengths, state.pending) == ([20], [])
 
 
-def test_where_keys_and_values_are_propagated_max_pending_forces_nothing(tiny_llama: TinyLlama) -> None:
-    state = tiny_llama.graph(tiny_llama.propagating).start([0.0] * 2, max_pending=0)
-    assert state.step([1, 2]).segments_run == 3
-    assert state.step([3]).segments_run == 1
-
-
 # --- growth, limits and mistakes -------------------------------------------------------------------------------------
 
 
@@ -164,10 +157,10 @@ def test_what_is_refused_changes_nothing(
 ) -> None:
     state, ids = tiny_engine.start([0.5, 0.5], 4), random_ids(20, seed=2)
     state.step(ids[:9])
-    before = state.lengths, state.computed
+    before = state.lengths
     with pytest.raises(GenerationError, match=sentence):
         step(state)
-    assert (state.lengths, state.computed) == before
+    assert state.lengths == before
     logits, exit_layers, _ = tiny.reference(ids, [0.5, 0.5])
     result = state.step(ids[9:])
     assert result.exit_layer == exit_layers[-1]
@@ -256,9 +249,9 @@ def searched(tiny: TinyModel, thresholds: list[float], exits: Callable[[int], bo
 
 def layers_computed(sequence: SingleSequence, ids: list[int]) -> int:
     """Tokens times layers that a step computes."""
-    before = np.array(sequence.computed)
+    before = np.array(sequence.lengths)
     sequence.step(ids)
-    return int((np.array(sequence.computed) - before) @ LAYERS)
+    return int((np.array(sequence.lengths) - before) @ LAYERS)
 
 
 def bound(new: int, max_pending: int) -> int:

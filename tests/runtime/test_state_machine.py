@@ -3,7 +3,7 @@
 import pytest
 from caller_networks import CallersNetworks, callers_engine
 from judge import Judge
-from state_machine import ALWAYS, EXACT, Player, play
+from state_machine import Player, play
 from stepped_engines import Batched, Singles
 from tiny_engines import MAX_TOKENS, TinyLlama
 
@@ -41,26 +41,10 @@ def batched(engine: Engine, networks: CallersNetworks | None = None) -> Batched:
 def test_sequences(judge: Judge, exact: dict[str, tuple[Engine, CallersNetworks | None]]) -> None:
     context = exact["graph"][0].manifest.model.context_length
     engines = {name: singles(*one) for name, one in exact.items()}
-    play(Player(judge, engines, context, pending_limit=PENDING_LIMIT), 15, 40, *ALWAYS, *EXACT)
+    play(Player(judge, engines, context, pending_limit=PENDING_LIMIT), 15, 40)
 
 
 def test_batches(judge: Judge, exact: dict[str, tuple[Engine, CallersNetworks | None]]) -> None:
     context = exact["graph"][0].manifest.model.context_length
     engines = {name: batched(*one) for name, one in exact.items()}
-    play(Player(judge, engines, context, batched=True, pending_limit=PENDING_LIMIT), 15, 40, *ALWAYS, *EXACT)
-
-
-PROPAGATING = [name for name in ALWAYS if name != "failed"]  # of the graph alone, which nothing lets fail
-
-
-def test_propagated_sequences(judge: Judge, tiny_llama: TinyLlama) -> None:
-    graph = tiny_llama.graph(tiny_llama.propagating)
-    player = Player(judge, {"graph": singles(graph)}, graph.manifest.model.context_length, propagates=True)
-    play(player, 10, 20, *PROPAGATING)
-
-
-def test_propagated_batches(judge: Judge, tiny_llama: TinyLlama) -> None:
-    graph = tiny_llama.graph(tiny_llama.propagating)
-    context = graph.manifest.model.context_length
-    player = Player(judge, {"graph": batched(graph)}, context, batched=True, propagates=True)
-    play(player, 10, 20, *PROPAGATING)
+    play(Player(judge, engines, context, batched=True, pending_limit=PENDING_LIMIT), 15, 40)

@@ -94,7 +94,7 @@ def test_an_identity_exit_reads_the_normalized_state(demo_bundle: Any, demo_sour
 
 
 def test_what_is_refused(tiny_llama: TinyLlama) -> None:
-    engine, propagating = tiny_llama.graph(tiny_llama.exact), tiny_llama.graph(tiny_llama.propagating)
+    engine = tiny_llama.graph(tiny_llama.exact)
     points = tiny_llama.routers.checkpoints
     for options, sentence in (
         ({"pooling": "cls"}, "pooling must be 'last' or 'mean', not 'cls'"),
@@ -106,5 +106,3 @@ def test_what_is_refused(tiny_llama: TinyLlama) -> None:
             engine.embed(TEXT, **options)
     with pytest.raises(GenerationError, match="prompt 2 is empty"):
         engine.embed([TEXT, []])
-    with pytest.raises(GenerationError, match="layer is for an exact K/V cache"):
-        propagating.embed(TEXT, layer=points[0])

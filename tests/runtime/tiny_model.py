@@ -284,7 +284,6 @@ class TinyModel:
             "thresholds": (0.5,) * len(self.checkpoints),
             "min_layers": 0,
             "max_pending": 4,
-            "kv_cache_strategy": "exact",
             "weights": "fp32",
             "targets": ("onnxruntime",),
             "opset": 21,

@@ -78,8 +78,7 @@ Generate = Callable[..., Any]  # as `Engine.generate`
 def items_of(engine: Engine, text: Sequence[int], count: int = REQUESTS) -> list[Item]:
     """Requests of every mode with parts of `text` as prompts; the same in every run."""
     order, modes = random.Random(7), [{"mode": "full"}, {"mode": "exit", "threshold": THRESHOLD}]
-    if engine.manifest.kv_cache_strategy == "exact":
-        modes.append({"mode": "lossless", "threshold": THRESHOLD})
+    modes.append({"mode": "lossless", "threshold": THRESHOLD})
     sampling: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 40, "top_p": 0.9}]
     sampling.append({"temperature": 1.0, "min_p": 0.05})
     changes: list[dict[str, Any]] = [{}, {}, {"presence_penalty": 0.5, "frequency_penalty": 0.25}]

@@ -225,7 +225,6 @@ def test_types_patterns_and_where_adapters_run(engine: Engine, folder: Path, dem
     [
         (["--lora-rank", "-1"], "lora_rank must be a whole number, 0 or more, not -1"),
         (["--lora-rank", "4", "--target", "tensorrt", "--no-engines"], "lora_rank is for target onnxruntime alone"),
-        (["--lora-rank", "4", "--kv-cache-strategy", "propagate"], "lora_rank is for kv_cache_strategy exact"),
     ],
 )
 def test_room_that_no_runtime_reads(options: list[str], sentence: str, demo_model: Path, tmp_path: Path, capsys):

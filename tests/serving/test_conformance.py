@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 from conformance import REQUEST_SECONDS, Answer, Item, by_http, by_scheduler, check, expected, items_of, moving
 from running_server import Running
 
@@ -18,14 +17,9 @@ from tide_export.runtime.engine import Engine, load
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3}
 
 
-@pytest.fixture(scope="module", params=tiers.exhaustive_beyond(1, ["exact", "propagating"]))
-def bundle(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue("demo_bundle" if request.param == "exact" else "propagating_bundle")
-
-
 @pytest.fixture(scope="module")
-def engine(bundle: Path) -> Engine:
-    return load(bundle, provider="cpu", threads=1)
+def engine(demo_bundle: Path) -> Engine:
+    return load(demo_bundle, provider="cpu", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +29,15 @@ def asked(engine: Engine, demo_text_ids: list[int]) -> tuple[list[Item], list[An
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Running]:
-    running = Running(bundle, waiting=64, request_seconds=REQUEST_SECONDS)
+def server(demo_bundle: Path) -> Iterator[Running]:
+    running = Running(demo_bundle, waiting=64, request_seconds=REQUEST_SECONDS)
     yield running
     running.stop()
 
 
 def test_the_requests_are_of_all_kinds(asked: tuple[list[Item], list[Answer]]) -> None:
     items, answers = asked
-    assert {item.options["mode"] for item in items} >= {"full", "exit"}
+    assert {item.options["mode"] for item in items} == {"full", "exit", "lossless"}
     assert len(frozenset().union(*(answer.exits for answer in answers))) >= 3
     assert any(item.leaves_after for item in items)
     assert any(len(answer.text) > 40 for answer in answers)

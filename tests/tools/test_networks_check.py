@@ -7,6 +7,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from bundles import with_manifest
 from caller_networks import Run, callers_engine
 from tiny_engines import TinyLlama
 
@@ -52,6 +53,6 @@ def test_an_engine_that_is_wrong_fails(
     assert "DIFFERS: step 0: logits" in capsys.readouterr().out
 
 
-def test_a_bundle_without_networks_is_refused(check: ModuleType, tiny_llama: TinyLlama) -> None:
+def test_a_bundle_without_networks_is_refused(check: ModuleType, tiny_llama: TinyLlama, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="holds no segment networks"):
-        check.main([str(tiny_llama.propagating), "torch"])
+        check.main([str(with_manifest(tiny_llama.exact, tmp_path, networks=None)), "torch"])

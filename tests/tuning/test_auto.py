@@ -11,7 +11,7 @@ import pytest
 
 from tide_export.bundle.auto_mode import AutoMode
 from tide_export.bundle.file_names import MANIFEST_FILE
-from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.tuning import auto
@@ -110,27 +110,25 @@ def test_export_takes_the_largest_share_that_is_allowed(demo_bundle: Path, speed
 
 
 @pytest.mark.parametrize(
-    ("point", "epsilon", "fields", "reason"),
+    ("point", "epsilon", "reason"),
     [
-        (POINT, 0.0, {}, "the routers have no thresholds for an epsilon of 0"),
-        (POINT | {"thresholds": [0.5]}, 0.02, {}, "the operating points in the routers' record cannot be read"),
-        (POINT | {"thresholds": [0.5, 2.0, 1.0]}, 0.02, {}, "the operating points in the routers' record cannot be"),
-        (POINT | {"epsilon": "all"}, 0.02, {}, "the operating points in the routers' record cannot be read"),
-        ({"epsilon": 0.01}, 0.02, {}, "the operating points in the routers' record cannot be read"),
+        (POINT, 0.0, "the routers have no thresholds for an epsilon of 0"),
+        (POINT | {"thresholds": [0.5]}, 0.02, "the operating points in the routers' record cannot be read"),
+        (POINT | {"thresholds": [0.5, 2.0, 1.0]}, 0.02, "the operating points in the routers' record cannot be"),
+        (POINT | {"epsilon": "all"}, 0.02, "the operating points in the routers' record cannot be read"),
+        ({"epsilon": 0.01}, 0.02, "the operating points in the routers' record cannot be read"),
         (
             POINT | {"tokens": 49, "saved": 0.0},
             0.02,
-            {},
             "49 held-out tokens of the calibration text are too few to show that exits change at most 2 %: 50 or more",
         ),
-        (POINT | {"saved": 0.001}, 0.02, {}, "no exits that change at most 2 % of the tokens save more than they cost"),
-        (POINT, 0.02, {"kv_cache_strategy": PROPAGATE}, "with propagated K/V the share of tokens that exits change"),
+        (POINT | {"saved": 0.001}, 0.02, "no exits that change at most 2 % of the tokens save more than they cost"),
     ],
 )
 def test_what_cannot_pay_is_not_measured(
-    demo_bundle: Path, speed: list[Any], point: dict[str, Any], epsilon: float, fields: dict[str, Any], reason: str
+    demo_bundle: Path, speed: list[Any], point: dict[str, Any], epsilon: float, reason: str
 ) -> None:
-    record = measure_auto(demo_bundle, manifest_with(demo_bundle, point, **fields), epsilon)
+    record = measure_auto(demo_bundle, manifest_with(demo_bundle, point), epsilon)
     assert (record.mode, record.exit_speedup, record.thresholds) == ("full", None, (1.0,) * 3)
     assert record.evidence["reason"].startswith(reason)
     assert len(speed) == 1

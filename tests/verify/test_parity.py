@@ -37,7 +37,7 @@ class OracleEngine:
 
     def __init__(self, source: SourceModel, routers: RouterSet, spoil: Callable[[Step], Step] = lambda step: step):
         self.source, self.routers, self.spoil = source, routers, spoil
-        self.manifest = SimpleNamespace(checkpoints=CHECKPOINTS, segment_sizes=(3, 3, 3, 3), kv_cache_strategy="exact")
+        self.manifest = SimpleNamespace(checkpoints=CHECKPOINTS, segment_sizes=(3, 3, 3, 3))
 
     def start(self, thresholds, max_pending):
         ids: list[int] = []

@@ -58,19 +58,6 @@ def test_equals_the_rule_in_pytorch(demo_bundle: Path, texts: list[list[int]], l
     assert measured[1].change_error > 0
 
 
-def test_propagated_kv_equal_the_rule_of_frozen_states(propagating_bundle: Path, texts: list[list[int]]):
-    source, routers = load_model(MODEL), RouterSet.load(propagating_bundle / ROUTERS_FILE)
-    full, exits = measure_quality(load(propagating_bundle), [("0.3", [0.3] * 3)], texts, 0)
-    nll, layers = [], []
-    for ids in texts:
-        read = oracle(source, routers, ids[:-1], [0.3] * 3, propagate_from=1)
-        nll.append(torch.nn.functional.cross_entropy(read.logits, torch.tensor(ids[1:]), reduction="none"))
-        layers.append(read.exit_layers.double())
-    assert exits.perplexity == pytest.approx(float(torch.cat(nll).double().mean().exp()), rel=1e-4)
-    assert exits.layers == pytest.approx(float(torch.cat(layers).mean()), abs=1e-9)
-    assert exits.layers < full.layers == 12
-
-
 def test_texts_are_of_several_documents_and_as_long_as_asked(demo_bundle: Path, texts: list[list[int]]):
     assert len(texts) == 2
     assert sum(map(len, texts)) == 300

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiers
+from bundles import with_manifest
 from drafters import drafting_copy
 from families import build
 from judge import TEXT
@@ -48,9 +49,9 @@ def test_every_mode_gives_the_graph_s_tokens_alone_and_in_a_batch(
             assert [one.stats.exit_layer for one in found] == [one.stats.exit_layer for one in expected]
 
 
-def test_a_bundle_without_segment_networks_is_refused(tiny_llama: TinyLlama) -> None:
+def test_a_bundle_without_segment_networks_is_refused(tiny_llama: TinyLlama, tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match="holds no segment networks"):
-        open_torch(open_bundle(tiny_llama.propagating))
+        open_torch(open_bundle(with_manifest(tiny_llama.exact, tmp_path, networks=None)))
 
 
 @pytest.mark.parametrize("weights", tiers.exhaustive_beyond(1, ["fp16", "bf16"]))

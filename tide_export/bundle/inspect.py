@@ -11,7 +11,7 @@ from typing import Any
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.engine_fields import FP8, INT4
 from tide_export.bundle.kv_buffers import default_context, is_fused, kv_buffers
-from tide_export.bundle.manifest import INT8_MATMULS, PROPAGATE, Manifest
+from tide_export.bundle.manifest import INT8_MATMULS, Manifest
 from tide_export.bundle.model_info import FLOAT_BYTES
 from tide_export.bundle.network_weights import held_size, network_weights, repeated_size
 from tide_export.bundle.opened import Bundle, open_bundle
@@ -58,7 +58,6 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "opset": manifest.opset,
         "min_layers": manifest.min_layers,
         "max_pending": manifest.max_pending,
-        "kv_cache_strategy": manifest.kv_cache_strategy,
         "compaction_threshold": manifest.compaction_threshold,
         "kv_cache": manifest.kv_dtype,
         "kv_bytes_per_token": manifest.kv_token_bytes,
@@ -177,7 +176,8 @@ def render(described: dict[str, Any]) -> str:
         + (f", {size(described['state_bytes'])} of recurrent states per sequence" if described["state_bytes"] else ""),
         *_adapters(described["lora"]),
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
-        f"exits      from {described['min_layers']} layers on; " + _pending(described),
+        f"exits      from {described['min_layers']} layers on; "
+        f"at most {described['max_pending']} tokens are pending before a segment runs",
         f"mode auto  {_auto(described['auto'])}",
         f"drafter    {_drafter(described['drafter'])}",
         f"company    {_company(described)}",
@@ -266,12 +266,6 @@ def _built_table(built: dict[str, dict[str, int]]) -> str:
         memory = (size(engine["weights_bytes"]), size(engine["activation_bytes"]))
         rows.append([name, *memory, engine["layers"], attention])
     return table(["engine", "weights", "working memory", "layers", "attention"], rows)
-
-
-def _pending(described: dict[str, Any]) -> str:
-    if described["kv_cache_strategy"] == PROPAGATE:
-        return "K/V of skipped layers are computed from the exit state (propagate)"
-    return f"at most {described['max_pending']} tokens are pending before a segment runs"
 
 
 def _plugins(plugins: dict[str, Any] | None) -> str:

@@ -38,13 +38,12 @@ INT8_MATMULS = 4  # MatMulNBits's accuracy_level that rounds the inputs to 8 bit
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 NETWORK_PRECISIONS = ("fp32", "fp16", "bf16")
 NETWORK_MATRICES = (INT4, FP8)  # of segment networks in half precision
-EXACT, PROPAGATE = "exact", "propagate"
-KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 FLOAT32_KV, INT8_KV = "float32", "int8"
 KV_CACHES = (FLOAT32_KV, INT8_KV)
 SCALE_BYTES = 4  # after the numbers of a token's keys or values of a head in int8: their scale, a float32
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
+EXPORT_AGAIN = "export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers)"
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
 OMITTED = (
@@ -108,7 +107,6 @@ class Manifest:
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]
     min_layers: int  # checkpoints after fewer layers never exit
     max_pending: int  # default of the runtime input
-    kv_cache_strategy: str  # one of KV_CACHE_STRATEGIES: how the K/V of skipped layers are computed
     weights: str  # precision of the graph's weights
     targets: tuple[str, ...]
     opset: int
@@ -200,9 +198,9 @@ class Manifest:
         if schema != SCHEMA:
             raise BundleError(
                 f"{source} has schema '{shown_name(schema)}' but this release reads '{SCHEMA}': "
-                "export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers), "
-                "or use the tide_export release that wrote it"
+                f"{EXPORT_AGAIN}, or use the tide_export release that wrote it"
             )
+        _take_strategy(data, source)
         manifest = parse_object(cls, data, source, omitted=OMITTED)
         _check(manifest, source)
         return manifest
@@ -214,6 +212,22 @@ def check_size(size: int, source: str) -> None:
         raise BundleError(f"{source} is too large: a manifest has at most {MAX_BYTES} bytes")
 
 
+def _take_strategy(data: dict[str, Any], source: str) -> None:
+    """Removes the field `kv_cache_strategy` of earlier bundles.
+
+    Raises:
+        BundleError: the K/V of skipped layers are not exact.
+    """
+    strategy = data.pop("kv_cache_strategy", "exact")
+    if strategy == "propagate":
+        raise BundleError(
+            f"{source} is of a bundle that propagates K/V (kv_cache_strategy propagate), which tide_export no longer "
+            "does: exact K/V agree with full depth on 2 to 5 points more tokens and are as fast; " + EXPORT_AGAIN
+        )
+    if strategy != "exact":
+        raise BundleError(f"{source}: field 'kv_cache_strategy' must be exact")
+
+
 def _check(manifest: Manifest, source: str) -> None:
     """Checks the ranges of fields and their agreement with each other."""
 
@@ -223,9 +237,9 @@ def _check(manifest: Manifest, source: str) -> None:
 
     model, points = manifest.model, manifest.checkpoints
     check_model(model, require)
-    plain = manifest.kv_cache_strategy != PROPAGATE and manifest.networks is None
-    require(plain or not model.states, "model.states", "are for exact K/V and target onnxruntime alone")
-    require(plain or model.lora is None, "model.lora", "is for exact K/V and target onnxruntime alone")
+    alone = manifest.networks is None
+    require(alone or not model.states, "model.states", "are for target onnxruntime alone")
+    require(alone or model.lora is None, "model.lora", "is for target onnxruntime alone")
     require(list(points) == sorted(set(points)), "checkpoints", "must be distinct and ascending")
     require(all(1 <= p < model.num_layers for p in points), "checkpoints", f"must lie in 1..{model.num_layers - 1}")
     require(len(manifest.thresholds) == len(points), "thresholds", "must have one value per checkpoint")
@@ -256,13 +270,8 @@ def _check(manifest: Manifest, source: str) -> None:
         require(auto.slots is None or auto.mode != "full", "auto.slots", "is for modes exit and lossless")
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
-    require(
-        manifest.kv_cache_strategy in KV_CACHE_STRATEGIES,
-        "kv_cache_strategy",
-        f"must be one of {', '.join(KV_CACHE_STRATEGIES)}",
-    )
     require(manifest.kv_dtype in KV_CACHES, "kv_cache", f"must be one of {', '.join(KV_CACHES)}")
-    require(plain or manifest.kv_dtype != INT8_KV, "kv_cache", "int8 is for exact K/V and target onnxruntime alone")
+    require(alone or manifest.kv_dtype != INT8_KV, "kv_cache", "int8 is for target onnxruntime alone")
     require(0 <= manifest.compaction_threshold <= 1, "compaction_threshold", "must lie in [0, 1]")
     require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")
     require(

@@ -180,7 +180,7 @@ def _config_options(options: Namespace) -> dict[str, Any]:
     """Returns the fields of `TideConfig` set on the command line."""
     from tide_export.calibration.config import TideConfig
 
-    return {name: value for name, value in given(options).items() if name in TideConfig.model_fields}
+    return {name: value for name, value in given(options).items() if name in TideConfig.names()}
 
 
 def _recipe(path: str | None) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _recipe(path: str | None) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
     for name in recipe:
-        if name not in TideConfig.model_fields:
+        if name not in TideConfig.names():
             meant = get_close_matches(name, TideConfig.model_fields, n=1)
             raise ConfigError(f"recipe {path}: no setting is called {name!r}" + "".join(f"; {m}?" for m in meant))
     return recipe

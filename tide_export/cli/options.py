@@ -91,12 +91,13 @@ def config_flag(field: str) -> str:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    from tide_export.calibration.config import TideConfig  # needs pydantic
+    from tide_export.calibration.config import KV_CACHE_STRATEGY, TideConfig  # needs pydantic
 
     group = parser.add_argument_group("calibration and exits (defaults in parentheses)")
     group.add_argument("--recipe", metavar="FILE", help="TOML file with these settings, dashes written as underscores")
     for name, field in TideConfig.model_fields.items():
         group.add_argument(config_flag(name), dest=name, **field_option(name, field))
+    group.add_argument(config_flag(KV_CACHE_STRATEGY), help=argparse.SUPPRESS)  # for scripts: exact, or refused
 
 
 def _add_adapt(commands, config: bool) -> None:

@@ -8,8 +8,8 @@ alone (per-layer embeddings). So the states of pending tokens hold all that late
 reads token ids. Layers that attend to an earlier layer's keys and values (`kv_layers`) read that layer's K/V cache.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import onnx_ir as ir
@@ -53,8 +53,6 @@ class Pieces:
         kv_shapes: (kv_heads, head_dim) of the keys and values that every attention reads; (0, 0) where there is none.
             The first attentions of all layers come first, then the second ones, and so on.
         kv_layers: the attention whose keys and values every attention reads: itself, or an earlier one.
-        keys_values: if the trace has a marker before every layer, for each attention with K/V of its own states
-            [B, S, W], position_ids [B, S] -> key, value [B, kv_heads, S, head_dim] as it reads them; else empty.
         taps: layers run after which segments give hidden states [B, S, D] too, for a draft head; ascending.
         states: recurrent states of layers, by layer.
         lora: the room for low-rank adapters; None: there is none.
@@ -67,7 +65,6 @@ class Pieces:
     head: ir.Graph
     kv_shapes: tuple[tuple[int, int], ...]
     kv_layers: tuple[int, ...]
-    keys_values: Mapping[int, ir.Graph] = field(default_factory=dict)
     taps: tuple[int, ...] = ()
     states: tuple[StateInfo, ...] = ()
     lora: LoraInfo | None = None
@@ -186,7 +183,6 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     for _, table in map(sinks_and_bias, attention.values()):
         if table is not None and static_dim(table, 1) < max_length:
             raise GraphError(f"the trace holds attention biases for {static_dim(table, 1)} tokens, not {max_length}")
-    propagating = traced.every_layer and not taps
     run_passes(
         traced.model,
         common_passes.CommonSubexpressionEliminationPass(),
@@ -197,7 +193,7 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         NormsPass(),
         RotaryTablesPass(max_length),
         SharedKeysPass(),
-        CarriedStatesPass(bounds, propagating),
+        CarriedStatesPass(bounds),
         common_passes.RemoveUnusedNodesPass(),
     )
     if nodes_of(graph, "NonZero"):
@@ -213,10 +209,6 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     depth, states = bounds[-1], [node for node in graph if keeps_state(node)]
     own = {i: i for i in range(-(-(max(attention, default=0) + 1) // depth) * depth)}
     kv_layers = tuple((own | {i: node.attributes.get_int(KV_LAYER, i) for i, node in attention.items()}).values())
-    keys_values: dict[int, ir.Graph] = {}
-    if propagating:
-        caches = set(kv_layers) & attention.keys()
-        keys_values = {i: _keys_and_values(graph, after(i % depth), attention[i], i % depth) for i in caches}
     tapped = {layer: list(uncarried(traced.marker(layer)).values())[:2][-1] for layer in taps}
     if traced.every_layer:
         _remove_inner_markers(traced)
@@ -254,7 +246,6 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         head,
         tuple(kv_shapes),
         kv_layers,
-        keys_values,
         taps,
         shapes_of(states),
         lora_of([node for piece in segments for node in piece]),
@@ -263,22 +254,6 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
 
 def _between(taps: Sequence[int], start: int, stop: int) -> list[int]:
     return [layer for layer in taps if start < layer <= stop]
-
-
-def _keys_and_values(graph: ir.Graph, hidden: ir.Value, attention: ir.Node, layer: int) -> ir.Graph:
-    """The piece from the states before a layer to the key and value its attention reads."""
-    token_ids, positions = graph.inputs
-    try:
-        piece = irc.extract(graph, [hidden, positions, token_ids], list(map(required, attention.inputs[1:3])))
-    except ValueError:
-        piece = None
-    if piece is None or any(map(is_attention, piece)):
-        raise UnsupportedModelError(
-            f"the keys and values of layer {layer} need more than the hidden states before it, so "
-            "they cannot be propagated past skipped layers"
-        )
-    _shapes_from_hidden_states(piece)
-    return piece
 
 
 def _remove_inner_markers(traced: TracedModel) -> None:

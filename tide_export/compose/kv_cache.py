@@ -4,12 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from tide_export.compose.cut import Pieces, attention_inputs, is_attention, number_of
+from tide_export.compose.cut import attention_inputs, is_attention, number_of
 from tide_export.compose.passes.shared_keys import KV_LAYER
-from tide_export.graph.builder import GraphBuilder
 from tide_export.graph.rewriting import FLOAT, typed_value
 from tide_export.names import paged, segment_networks
-from tide_export.names.operators import DOMAIN, OP_ATTENTION
 
 KINDS = ("key", "value")
 Cache = dict[tuple[int, str], ir.Value]  # by layer and kind
@@ -47,35 +45,6 @@ def attend_from_cache(nodes: Sequence[ir.Node], cache: Cache, positions: Sequenc
             value.name, value.type, value.shape = f"{node.name}.{kind}", before.type, before.shape
             written[layer, kind] = value
     return written
-
-
-def store_from(
-    builder: GraphBuilder,
-    pieces: Pieces,
-    layer: int,
-    states: Sequence[ir.Value],
-    tokens: str,
-    cache: Cache,
-    positions: Sequence[ir.Value | None],
-) -> Cache:
-    """Adds the keys and values of `tokens` to those of `layer`.
-
-    The tokens' `states` [1, tokens, D] and position ids are given.
-
-    It takes a TideAttention without a query, whose first output is empty.
-    """
-    key, value = builder.inline(pieces.keys_values[layer], states, 1, tokens)
-    nodes = (node for piece in pieces.segments for node in piece if is_attention(node))
-    attributes = next(node.attributes for node in nodes if number_of(node) == layer)
-    cached = [cache[layer, kind] for kind in KINDS]
-    _, *written = builder.ops(
-        OP_ATTENTION,
-        [None, key, value, *cached, *positions, None, None],
-        attributes,
-        domain=DOMAIN,
-        types=[(FLOAT, [1, tokens, 0]), *((FLOAT, before.shape) for before in cached)],
-    )
-    return {(layer, kind): value for kind, value in zip(KINDS, written, strict=True)}
 
 
 def past_buffers(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]], batch: str, capacity: int) -> Cache:

@@ -8,9 +8,6 @@ runtime decides which sequences go on, so the parts are not connected: it passes
 
 The tokens of all sequences are concatenated on one axis, [1, N, ..], so that everything but attention reads each weight
 once for all of them and no token is padding. Attention takes each sequence's tokens by where they start.
-
-Where keys and values are propagated (see `compose.propagate`), each segment that sequences can skip has one more part:
-it stores the keys and values of its layers for states that tokens exited with.
 """
 
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ import onnx_ir as ir
 from tide_export.compose.checkpoint_op import checkpoint_function
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exits import exit_state_and_score, exit_states
-from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs, store_from
+from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs
 from tide_export.compose.lora import lora_inputs, read_adapters
 from tide_export.compose.states import advance_states, state_inputs, state_outputs
 from tide_export.compose.step_graph import LensWeights, RouterWeights, check_routers
@@ -28,7 +25,7 @@ from tide_export.graph.builder import OPSET, GraphBuilder, Weights
 from tide_export.graph.rewriting import FLOAT, INT32, INT64, dims, required, typed_value
 from tide_export.names import batch_networks as names
 from tide_export.names import paged
-from tide_export.names.networks import HEAD, segment_name, skipped_name
+from tide_export.names.networks import HEAD, segment_name
 
 # N, all tokens of a run; m, those that may exit; R, R + 1 and J of the sequences.
 TOKENS, SCORED, SEQUENCES, STARTS, TABLE = "tokens", "scored", "sequences", "starts", "table"
@@ -38,7 +35,7 @@ TOKENS, SCORED, SEQUENCES, STARTS, TABLE = "tokens", "scored", "sequences", "sta
 class Part:
     """Holds one part of the step: names of values in the shared model, by their names in its network."""
 
-    name: str  # segment_name(k), skipped_name(k) or HEAD
+    name: str  # segment_name(k) or HEAD
     inputs: dict[str, str]
     outputs: dict[str, str]
 
@@ -49,8 +46,6 @@ def compose_packed(
     """Composes the parts of `pieces`, shallowest first and the head last, in one model.
 
     The model holds every weight once.
-
-    Pieces with the layers' keys and values (of a model that propagates them) also give the parts for skipped segments.
 
     Raises:
         GraphError: a router or lens is missing or has another width.
@@ -85,8 +80,6 @@ class _PackedComposer:
     def compose(self) -> tuple[ir.Model, list[Part]]:
         count = len(self.pieces.segments)
         parts = [self._segment(k) for k in range(count)]
-        if self.pieces.keys_values:
-            parts += [self._skipped(k) for k in range(1, count) if self.pieces.kv_written(k)]
         parts.append(self._head())
         functions = {call.op_type: checkpoint_function(call, OPSET) for call in self.checkpoints}
         inputs = [*self.inputs, *self.pages.values()]
@@ -153,26 +146,6 @@ class _PackedComposer:
     def _last_tokens(self, states: ir.Value) -> ir.Value:
         shape = [1, SCORED, dims(states)[-1]]
         return self.builder.op("Gather", [states, self.last], {"axis": 1}, dtype=FLOAT, shape=shape)
-
-    def _skipped(self, k: int) -> Part:
-        """Composes the part from states [1, N, D] that skip segment k to the pages of its layers.
-
-        It reads the positions of these tokens too.
-        """
-        pieces, name = self.pieces, skipped_name(k)
-        states = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.state_size])
-        self.inputs.append(states)
-        inputs = {names.HIDDEN_STATES: str(states.name)}
-        inputs |= {each: each for each in (names.POSITION_IDS, *self.places)}
-        outputs = {}
-        for layer in pieces.kv_written(k):
-            entries = [states, self.positions]
-            written = store_from(self.builder, pieces, layer, entries, TOKENS, self.pages, list(self.places.values()))
-            inputs |= {paged.pages(*key): paged.pages(*key) for key in written}
-            for output, value in page_outputs(written).items():
-                outputs[output] = f"{name}/{output}"
-                self.outputs[outputs[output]] = value
-        return Part(name, inputs, outputs)
 
     def _head(self) -> Part:
         """Composes the head: exit states [1, m, D'] -> logits [1, m, V]."""

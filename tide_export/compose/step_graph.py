@@ -47,7 +47,7 @@ import onnx_ir as ir
 from tide_export.compose.checkpoint_op import checkpoint_function
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exits import exit_state_and_score, exit_states
-from tide_export.compose.kv_cache import KINDS, Cache, attend_from_cache, page_inputs, page_outputs
+from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs
 from tide_export.compose.lora import lora_inputs, read_adapters
 from tide_export.compose.states import advance_states, state_inputs, state_outputs
 from tide_export.errors import GraphError
@@ -131,7 +131,7 @@ class Step:
 
 
 class Composer:
-    """Builds the graph; `compose.propagate` changes what a skipped segment does."""
+    """Builds the graph."""
 
     def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights, fuse: Fuse | None = None):
         self.pieces = pieces
@@ -294,18 +294,12 @@ class Composer:
         else:
             none = np.zeros((1, 0, self.final_size), dtype=np.float32)
             values["final"] = builder.copy(self.weights.constant("no_final_states", none))
-        for layer in self.pieces.kv_written(k):
-            values |= page_outputs(self._skipped(builder, k, layer, pending))
+        # Bound to the memory of the inputs, these copy nothing.
+        kept_pages = {(layer, kind): self.pages[layer, kind] for layer in self.pieces.kv_written(k) for kind in KINDS}
+        values |= page_outputs({key: builder.copy(pages) for key, pages in kept_pages.items()})
         kept = {(one.layer, one.number): self.states[one.layer, one.number] for one in self.pieces.states_in(k)}
         values |= state_outputs({key: builder.copy(states) for key, states in kept.items()})
         return builder, values
-
-    def _skipped(self, builder: GraphBuilder, k: int, layer: int, pending: ir.Value) -> Cache:
-        """Returns the K/V pages of a layer of segment k if it is skipped.
-
-        Bound to the memory of the inputs, this copies nothing.
-        """
-        return {(layer, kind): builder.copy(self.pages[layer, kind]) for kind in KINDS}
 
     def _run(
         self, builder: GraphBuilder, k: int, x: ir.Value, tokens: str, positions: ir.Value

@@ -31,15 +31,11 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
 
     Raises:
         BundleError: the bundle is missing or damaged.
-        DraftError: it is of another model, propagates K/V, gives the states of an EAGLE-3 head, or has no single
+        DraftError: it is of another model, gives the states of an EAGLE-3 head, or has no single
             lookup of its embedding.
     """
     opened = open_bundle(Path(bundle), verify=False)
     manifest = opened.manifest
-    if manifest.kv_cache_strategy == "propagate":
-        raise DraftError(
-            f"bundle {bundle} propagates K/V, and drafts need an exact cache: export it with kv_cache_strategy exact"
-        )
     if manifest.drafter is not None and manifest.drafter.layers:
         raise DraftError(
             f"bundle {bundle} gives the hidden states that its EAGLE-3 head reads, not final states: export the model "

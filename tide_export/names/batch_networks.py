@@ -5,7 +5,7 @@ N tokens of R sequences, one sequence after another; m of them get scores. J pag
 | input | dtype and shape | of |
 | --- | --- | --- |
 | `INPUT_IDS` | int64 [1, N] | the first segment |
-| `HIDDEN_STATES` | float32 [1, N, D] | segments after the first, and skipped segments |
+| `HIDDEN_STATES` | float32 [1, N, D] | segments after the first |
 | `POSITION_IDS` | int64 [1, N] | each token's position in its sequence |
 | `SEQUENCE_LENGTHS` | int64 [R] | tokens of each sequence, the new ones included |
 | `SEQUENCE_STARTS` | int64 [R + 1] | each sequence's first of the N; 0 first, N at the end |
@@ -24,9 +24,6 @@ N tokens of R sequences, one sequence after another; m of them get scores. J pag
 | `ROUTER_SCORE` | float32 [m, 1] | all but the last segment |
 | `LOGITS` | float32 [1, m, V] | the head |
 | `paged.new_pages`, `paged.new_states` | | the layers that the segment writes |
-
-Where K/V are propagated, each segment after the first that has K/V of its own has one more network, `skipped_name(k)`,
-from the `HIDDEN_STATES` of tokens that exited before it to the new pages of its layers.
 """
 
 INPUT_IDS = "input_ids"

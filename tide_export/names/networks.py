@@ -9,8 +9,3 @@ DRAFTER = "drafter"  # the drafter among the segment networks
 def segment_name(k: int) -> str:
     """Returns the name of segment k's network."""
     return f"segment_{k:02}"
-
-
-def skipped_name(k: int) -> str:
-    """Returns the name of the batch network for tokens that skip segment k >= 1, where K/V are propagated."""
-    return f"skipped_{k:02}"

@@ -167,7 +167,6 @@ def make_manifest(
         thresholds=(config.exit_threshold,) * len(routers.checkpoints),
         min_layers=config.min_layers,
         max_pending=config.max_pending,
-        kv_cache_strategy=config.kv_cache_strategy,
         compaction_threshold=config.compaction_threshold,
         kv_cache=None if config.kv_cache == FLOAT32_KV else config.kv_cache,
         weights=_weights(source, half),

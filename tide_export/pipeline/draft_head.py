@@ -8,7 +8,7 @@ import onnx_ir as ir
 from tide_export.bundle.file_names import DRAFTER_FILE, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.common.progress import stage
-from tide_export.compose import propagate, step_graph
+from tide_export.compose import step_graph
 from tide_export.compose.cut import Pieces
 from tide_export.compose.drafter import DrafterPieces
 from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
@@ -59,8 +59,6 @@ def compose(
 ) -> ir.Model:
     """Composes and lowers the step graph, whose final states are those that the draft head reads."""
     arrays, head = (routers.arrays(), routers.lens_arrays()), given.head
-    if request.propagates:
-        return lowering(source, request)(propagate.compose_propagating(pieces, *arrays))
     if head is None or head.fc is None:
         return lowering(source, request)(step_graph.compose(pieces, *arrays))
     fuse = fuse_of(head, quantized=source.quantized is not None)

@@ -91,7 +91,7 @@ def _trace_and_cut(
     source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int, taps: tuple[int, ...] = ()
 ) -> Pieces:
     with stage("tracing the model"), explained(source.model, "be traced"):
-        traced = trace(source, checkpoints, length, request.propagates or bool(taps), request.lora_rank)
+        traced = trace(source, checkpoints, length, bool(taps), request.lora_rank)
     with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):
         pieces = cut(traced, length, taps)
     if request.flavour is not None:

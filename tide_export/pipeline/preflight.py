@@ -4,7 +4,6 @@ import logging
 import shutil
 from pathlib import Path
 
-from tide_export.bundle.manifest import PROPAGATE
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.evaluate import lens_rank
@@ -143,11 +142,6 @@ def _check_state(source: SourceModel, request: ExportRequest) -> None:
         raise UnsupportedModelError(
             f"{source.architecture} keeps recurrent states, which TensorRT's networks cannot take back when drafts are "
             "rejected: export it for target onnxruntime"
-        )
-    if request.config.kv_cache_strategy == PROPAGATE:
-        raise ConfigError(
-            f"kv_cache_strategy propagate computes keys and values of skipped layers, and {source.architecture} keeps "
-            "recurrent states, which need every token: take exact"
         )
 
 

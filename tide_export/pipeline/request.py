@@ -13,7 +13,6 @@ from tide_export.bundle.manifest import (
     INT8_KV,
     NETWORK_MATRICES,
     NETWORK_PRECISIONS,
-    PROPAGATE,
     TARGETS,
     WEIGHTS,
     Quantization,
@@ -98,14 +97,9 @@ class ExportRequest:
             object.__setattr__(self, "weights", "fp32")
         _ = self.quantization_settings
         self._check_targets()
-        if self.flavour is not None and self.propagates:
-            raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {self.flavour.name}")
         self._check_kv_cache()
         self._check_lora()
         self._check_draft_head()
-        unused = {"max_pending", "compaction_threshold"} & self.config.model_fields_set
-        if self.propagates and unused:
-            raise ConfigError(f"{min(unused)} is for kv_cache_strategy exact: where K/V are propagated nothing waits")
         if self.batch_size is not None and self.flavour is None:
             raise ConfigError(
                 "batch_size is for targets tensorrt and tensorrt-rtx: onnxruntime takes batches as they come"
@@ -128,11 +122,6 @@ class ExportRequest:
         version = require_builder(self.flavour)
         check_matrices(self.flavour, self.weights)
         return plugins_to_build_with(self.flavour, version, self.plugins)
-
-    @property
-    def propagates(self) -> bool:
-        """Whether the K/V of skipped layers are computed from the exit state."""
-        return self.config.kv_cache_strategy == PROPAGATE
 
     @property
     def quantization_settings(self) -> Quantization | None:
@@ -170,12 +159,8 @@ class ExportRequest:
         return BATCH_SIZE if self.batch_size is None else self.batch_size
 
     def _check_kv_cache(self) -> None:
-        if self.config.kv_cache != INT8_KV:
-            return
-        if self.flavour is not None:
+        if self.config.kv_cache == INT8_KV and self.flavour is not None:
             raise ConfigError(f"kv_cache int8 is for target onnxruntime alone: {self.flavour.name} takes float32")
-        if self.propagates:
-            raise ConfigError("kv_cache int8 is for kv_cache_strategy exact: propagate takes float32")
 
     def _check_lora(self) -> None:
         if isinstance(self.lora_rank, bool) or not isinstance(self.lora_rank, int) or self.lora_rank < 0:
@@ -184,8 +169,6 @@ class ExportRequest:
             raise ConfigError(
                 f"lora_rank is for target onnxruntime alone: networks of {self.flavour.name} read no adapters"
             )
-        if self.lora_rank and self.propagates:
-            raise ConfigError("lora_rank is for kv_cache_strategy exact")
 
     @property
     def reads_own_head(self) -> bool:
@@ -193,11 +176,7 @@ class ExportRequest:
         return self.draft_head is not None and _same(self.draft_head, self.model)
 
     def _check_draft_head(self) -> None:
-        if self.draft_head is None:
-            return
-        if self.propagates:
-            raise ConfigError("draft_head is for kv_cache_strategy exact: drafts need an exact cache")
-        if self.flavour is not None and not self.reads_own_head:
+        if self.draft_head is not None and self.flavour is not None and not self.reads_own_head:
             raise ConfigError(
                 f"an EAGLE-3 head as draft_head is for target onnxruntime alone: it reads hidden states that the "
                 f"segment networks of {self.flavour.name} do not give"

@@ -18,7 +18,6 @@ import numpy as np
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.file_names import TOKENIZER_FILE
-from tide_export.bundle.manifest import EXACT
 from tide_export.bundle.opened import Bundle
 from tide_export.common.formatting import attributes, percent, table
 from tide_export.common.values import whole_number
@@ -190,7 +189,6 @@ def bench(
 
 def _modes(engine: Engine, exit_options: Mapping[str, Any], total_tokens: int, max_new_tokens: int) -> list[Mode]:
     manifest = engine.manifest
-    exact = manifest.kv_cache_strategy == EXACT
 
     def mode(name: str, kind: str, **options: Any) -> Mode:
         config = GenerationConfig(max_new_tokens=max_new_tokens, mode=kind, stop_token_ids=(), **options)
@@ -202,11 +200,9 @@ def _modes(engine: Engine, exit_options: Mapping[str, Any], total_tokens: int, m
     modes = [mode("full", "full")]
     if manifest.checkpoints:
         modes.append(mode("exit", "exit", **exit_options))
-    if exact:
-        modes.append(mode("lossless", "lossless"))
+    modes.append(mode("lossless", "lossless"))
     if manifest.checkpoints:
-        everything = {"max_pending": total_tokens} if exact else {}
-        modes.append(mode("first", "exit", threshold=0.0, min_layers=0, **everything))
+        modes.append(mode("first", "exit", threshold=0.0, min_layers=0, max_pending=total_tokens))
     return modes
 
 

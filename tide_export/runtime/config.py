@@ -66,8 +66,7 @@ class GenerationConfig:
         special_tokens: ids of the special tokens that `text` includes; it omits others.
         compaction_threshold: for a list of prompts, in [0, 1]: if a smaller share of the sequences needs a segment,
             only those run it; else all that have tokens pending before it catch up in the same run. Changes speed,
-            never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: no token is pending
-            there.
+            never tokens. None: the bundle's; in lossless mode 0.
         adapter: name of the low-rank adapter to run with, one that the bundle was loaded with (`load`). None: none.
         cache_salt: prompts in a scheduler's prefix cache are shared with requests of the same salt alone: nobody else
             sees (by `cached_tokens`, or by time) what was asked. None: with those without one.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tide_export.bundle.manifest import EXACT, Manifest
+from tide_export.bundle.manifest import Manifest
 from tide_export.common.values import shown, whole_number
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
@@ -56,17 +56,13 @@ class EmbeddingConfig:
         """Returns the generation options that run a text.
 
         Raises:
-            GenerationError: the bundle has no such checkpoint, or propagates K/V.
+            GenerationError: the bundle has no such checkpoint.
         """
         if self.layer is None:
             return GenerationConfig(max_new_tokens=1, mode="full", stop_token_ids=(), states=True, adapter=self.adapter)
         if self.layer not in manifest.checkpoints:
             points = ", ".join(map(str, manifest.checkpoints)) or "none"
             raise GenerationError(f"layer must be a checkpoint of the bundle ({points}), not {self.layer}")
-        if manifest.kv_cache_strategy != EXACT:
-            raise GenerationError(
-                "layer is for an exact K/V cache: this bundle propagates, so that prompts run all layers"
-            )
         return GenerationConfig(
             max_new_tokens=1,
             mode="exit",

@@ -30,7 +30,7 @@ from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.native import Owned, call, created, doubles, library, text_at
 from tide_export.runtime.providers import open_library_engine
 from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
-from tide_export.runtime.scheduler import MIN_PROMPT_TOKENS, AuditConfig, Scheduler, SchedulerLimits
+from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
 from tide_export.runtime.stepping import Batch, SingleSequence, encoded
 from tide_export.runtime.token_stream import TokenStream
 from tide_export.runtime.tokenizer import BundleTokenizer, LateText, tokenizer_of
@@ -241,9 +241,8 @@ class Engine:
         Raises:
             GenerationError: the prompt is empty, is longer than the model's context or holds something other than
                 token ids; or an option is out of range or has no effect: threshold, min_layers and max_pending in
-                mode "full" or in a bundle without checkpoints, max_pending where K/V are propagated, prompt_lookup
-                outside mode "lossless", top_k, top_p and min_p without a temperature, compaction_threshold for one
-                prompt.
+                mode "full" or in a bundle without checkpoints, prompt_lookup outside mode "lossless", top_k, top_p and
+                min_p without a temperature, compaction_threshold for one prompt.
         """
         return self._stream(ids, with_options(config, options))
 
@@ -273,7 +272,7 @@ class Engine:
     ) -> list[RequestHandle]:
         """Submits the prompts to a new scheduler, whose steps run in the thread that reads the results."""
         slots = min(len(prompts), LIST_SLOTS, self.max_batch_size)
-        tokens = min(LIST_PROMPT_TOKENS, max(MIN_PROMPT_TOKENS, sum(map(len, prompts))))
+        tokens = min(LIST_PROMPT_TOKENS, max(1, sum(map(len, prompts))))
         scheduler = self.scheduler(SchedulerLimits(slots=slots, prompt_tokens=tokens), share)
         handles = []
         for number, (prompt, one) in enumerate(zip(prompts, configs, strict=True), 1):

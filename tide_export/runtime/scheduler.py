@@ -32,8 +32,7 @@ from tide_export.runtime.tokenizer import LateText, tokenizer_of
 from tide_export.runtime.watch import Watch
 
 PROMPT_TOKENS = 512
-MIN_PROMPT_TOKENS = 4  # with fewer, a prompt could not be split where K/V are propagated
-MINIMA = {"slots": 1, "prompt_tokens": MIN_PROMPT_TOKENS, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0}
+MINIMA = {"slots": 1, "prompt_tokens": 1, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0}
 AUDIT_RATE = 0.01  # costs 2 % of the time at most (docs/measurements/serving.md)
 ALL_TOKENS = 2**63  # a position beyond the last token of any request
 

@@ -31,19 +31,13 @@ class SequenceState:
     """Counts the tokens that each segment has processed in one sequence."""
 
     def __init__(self, segments: int) -> None:
-        self._lengths, self._computed = (c_int64 * segments)(), (c_int64 * segments)()
+        self._lengths = (c_int64 * segments)()
 
     @property
     def lengths(self) -> list[int]:
         """Tokens in each segment's K/V buffers, shallowest first; never increasing with depth."""
         self._read()
         return list(self._lengths)
-
-    @property
-    def computed(self) -> list[int]:
-        """Tokens of the sequence that each segment has run over, shallowest first."""
-        self._read()
-        return list(self._computed)
 
     @property
     def length(self) -> int:
@@ -60,7 +54,7 @@ class SequenceState:
         """Removes all tokens but the first `length`, as if they had never been stepped.
 
         Raises:
-            GenerationError: `length` is negative or longer than the sequence, or its K/V are propagated.
+            GenerationError: `length` is negative or longer than the sequence.
         """
         raise NotImplementedError
 
@@ -90,8 +84,7 @@ class SingleSequence(SequenceState):
             ids: S >= 1 token ids, each in [0, vocab_size).
             logits_to_keep: number of last positions, 1 or more, that get logits if the last segment runs; at most the
                 tokens that it runs over.
-            full: run every segment and let no token exit, whatever the thresholds. Where K/V are propagated, the first
-                step and every step of several tokens are full.
+            full: run every segment and let no token exit, whatever the thresholds.
 
         Raises:
             GenerationError: there are no ids, or more tokens than the model's context or the buffers hold; memory ran
@@ -105,7 +98,7 @@ class SingleSequence(SequenceState):
         call("sequence_rewind", self._handle, length)
 
     def _read(self) -> None:
-        call("sequence_lengths", self._handle, self._lengths, self._computed)
+        call("sequence_lengths", self._handle, self._lengths)
 
 
 def encoded(name: str | None) -> bytes | None:
@@ -185,7 +178,7 @@ class _Slot(SequenceState):
         call("batch_rewind", self._batch, self._slot, length)
 
     def _read(self) -> None:
-        call("batch_lengths", self._batch, self._slot, self._lengths, self._computed)
+        call("batch_lengths", self._batch, self._slot, self._lengths)
 
 
 def _result(step: Step, checkpoints: int) -> StepResult:

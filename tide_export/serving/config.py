@@ -20,7 +20,7 @@ class ServerConfig(BaseModel):
     tool_parser: ToolParser = Field("auto", description="form of tool calls; auto: as the chat template shows")
     slots: int = Field(8, ge=1, description="requests decoded at the same time")
     waiting: int = Field(64, ge=1, description="requests that may wait; more: 429")
-    prompt_tokens: int = Field(512, ge=4, description="prompt tokens of one step")
+    prompt_tokens: int = Field(512, ge=1, description="prompt tokens of one step")
     kv_tokens: int | None = Field(None, ge=1, description="tokens of K/V memory of all decoded requests")
     prefix_cache_bytes: int | None = Field(
         None,

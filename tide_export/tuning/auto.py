@@ -19,7 +19,7 @@ from typing import Any
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.file_names import TOKENIZER_FILE
-from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.manifest import Manifest
 from tide_export.common.progress import stage
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
@@ -63,9 +63,7 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode |
         point = _point((manifest.calibration or {})["operating_points"], epsilon, len(manifest.checkpoints))
     except (KeyError, TypeError, ValueError):  # a router file of another program
         reason = "the operating points in the routers' record cannot be read"
-    if manifest.kv_cache_strategy == PROPAGATE:
-        reason = "with propagated K/V the share of tokens that exits change is not known"
-    elif point is None:
+    if point is None:
         reason = reason or f"the routers have no thresholds for an epsilon of {epsilon:g}"
     elif point["tokens"] * point["epsilon"] < 1:
         reason = (

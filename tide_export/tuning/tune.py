@@ -7,7 +7,6 @@ measured comparison) -> `report` -> the bundle's manifest. docs/guide/guarantee.
 import os
 from typing import Any
 
-from tide_export.bundle.manifest import PROPAGATE
 from tide_export.bundle.opened import Bundle
 from tide_export.bundle.store import replace_manifest
 from tide_export.common.progress import stage
@@ -41,8 +40,8 @@ def tune(
     Raises:
         ConfigError: a number is out of range, or an option belongs to the other mode.
         TuneError: there are too few prompts to certify epsilon and delta (raised before the graph runs), fewer than
-            two documents that the routers have not seen, no checkpoint that may exit, or propagated K/V; or lossless
-            mode gave another token than full depth.
+            two documents that the routers have not seen, or no checkpoint that may exit; or lossless mode gave another
+            token than full depth.
         BundleError: the bundle is unusable, was made from other weights, cannot be written to, or changed meanwhile.
         DatasetError, ModelError: as `Documents` and `load_model` raise them.
     """
@@ -71,12 +70,7 @@ def tune(
 
 def _check_bundle(engine: Engine, request: ExitRequest | LosslessRequest) -> None:
     """Checks that the bundle can be tuned as requested."""
-    bundle, manifest, context = engine.bundle, engine.manifest, engine.manifest.model.context_length
-    if manifest.kv_cache_strategy == PROPAGATE:
-        raise TuneError(
-            f"bundle {bundle.path} has kv_cache_strategy propagate: tokens depend on earlier exits, so no mode can be "
-            "tuned; export it with kv_cache_strategy exact"
-        )
+    bundle, context = engine.bundle, engine.manifest.model.context_length
     if isinstance(request, ExitRequest):
         _check_exits(bundle, request)
         length, counted = request.drawn_length, "positions"

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tide_export.bundle.manifest import EXACT
 from tide_export.common.formatting import attributes
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
@@ -101,25 +100,24 @@ def check_batch(
             [prompts[number] for number in picked],
             max_new_tokens=len(expected[0].tokens),
             mode=check.mode,
-            **_options(engine, check, max_pending),
+            **_options(check, max_pending),
         )
         for number, generation, alone in zip(picked, batch, expected, strict=True):
             check.tokens += len(alone.tokens)
             equal = check.mode == "lossless" or generation.stats.exit_layer == alone.exit_layers
             if generation.tokens != alone.tokens or not equal:
-                _compare(check, generation, source, routers, prompts[number], engine.manifest.kv_cache_strategy)
+                _compare(check, generation, source, routers, prompts[number])
         checks.append(check)
         advance(1)
     return BatchCheck(name, len(picked), checks)
 
 
-def _options(engine: Engine, check: Check, max_pending: int) -> dict[str, Any]:
+def _options(check: Check, max_pending: int) -> dict[str, Any]:
     """Returns the options of `Engine.generate` for the check; lossless mode as the bundle was tuned."""
     options: dict[str, Any] = {"stop_token_ids": []}
     if check.mode == "exit":
-        options |= {"threshold": [min(value, MAX_THRESHOLD) for value in check.thresholds], "min_layers": 0}
-        if engine.manifest.kv_cache_strategy == EXACT:
-            options["max_pending"] = max_pending
+        thresholds = [min(value, MAX_THRESHOLD) for value in check.thresholds]
+        options |= {"threshold": thresholds, "min_layers": 0, "max_pending": max_pending}
     return options
 
 
@@ -129,12 +127,11 @@ def _compare(
     source: SourceModel,
     routers: RouterSet | None,
     prompt: Sequence[int],
-    kv_cache_strategy: str,
 ) -> None:
     """Adds the differences between one sequence and its reference to `check`."""
     text, layers = [*prompt, *generation.tokens[:-1]], generation.stats.exit_layer
     if check.mode == "exit" and routers is not None:
-        _, expected = exit_references(source, routers, text, len(prompt), check.thresholds, kv_cache_strategy)
+        _, expected = exit_references(source, routers, text, len(prompt), check.thresholds)
     else:
         expected = replace(full_reference(source, text, len(prompt)), exit_layers=layers)
     for i, (token, exit_layer) in enumerate(zip(generation.tokens, layers, strict=True)):

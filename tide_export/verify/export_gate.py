@@ -61,7 +61,7 @@ def model_references(source: SourceModel, routers: RouterSet, manifest: Manifest
     prompts = [text[: len(text) - steps + 1] for text in texts]
     thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
     references = [
-        compute_references(source, routers, prompt, text[len(prompt) :], thresholds, manifest.kv_cache_strategy)
+        compute_references(source, routers, prompt, text[len(prompt) :], thresholds)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     return_free_memory()

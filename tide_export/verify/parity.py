@@ -229,11 +229,11 @@ def check_exit(
     Args:
         thresholds: one per checkpoint (2.0: never exit).
     """
-    check, strategy = Check(name, "exit", list(thresholds), tolerance), engine.manifest.kv_cache_strategy
+    check = Check(name, "exit", list(thresholds), tolerance)
     for prompt in prompts:
         generated = generate_greedily(engine, prompt, new_tokens, thresholds, max_pending)
         text = [*prompt, *generated.tokens[:-1]]
-        full, exits = exit_references(source, routers, text, len(prompt), thresholds, strategy)
+        full, exits = exit_references(source, routers, text, len(prompt), thresholds)
         check.add(generated, exits, full.logits)
         advance(1)
     return check

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tide_export.bundle.manifest import PROPAGATE
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
 from tide_export.verify.oracle import oracle
@@ -52,11 +51,10 @@ def compute_references(
     prompt: Sequence[int],
     forced: Sequence[int],
     thresholds: Sequence[float],
-    kv_cache_strategy: str,
 ) -> References:
     """Runs both references after `prompt` and after each of the `forced` tokens that follow it."""
     text = [*prompt, *forced]
-    full, exits = exit_references(source, routers, text, len(prompt), thresholds, kv_cache_strategy)
+    full, exits = exit_references(source, routers, text, len(prompt), thresholds)
     return References(list(prompt), list(forced), list(thresholds), full, exits)
 
 
@@ -73,15 +71,11 @@ def exit_references(
     text: Sequence[int],
     prompt_length: int,
     thresholds: Sequence[float],
-    kv_cache_strategy: str,
 ) -> tuple[Expected, Expected]:
     """Runs the Hugging Face model and the oracle at the positions of `full_reference`."""
     first = prompt_length - 1
-    judged = oracle(source, routers, text, thresholds, prompt_length if kv_cache_strategy == PROPAGATE else None)
-    if judged.full_logits is None:
-        full = full_reference(source, text, prompt_length)
-    else:
-        full = _at_full_depth(source, judged.full_logits, prompt_length)
+    judged = oracle(source, routers, text, thresholds)
+    full = _at_full_depth(source, judged.full_logits, prompt_length)
     distance = (judged.scores[first:].cpu() - torch.tensor(list(thresholds))).abs().numpy()
     margins = {layers: distance[:, k] for k, layers in enumerate(routers.checkpoints)}
     return full, Expected(_numpy(judged.logits[first:]), judged.exit_layers[first:].tolist(), margins)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.file_names import ROUTERS_FILE
-from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV
+from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.common.formatting import attributes, percent, table
 from tide_export.common.progress import stage
@@ -240,8 +240,7 @@ def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[_Setting]:
         auto = manifest.auto
         if auto is not None and auto.mode == "exit" and auto.thresholds != manifest.thresholds:
             settings.append(_Setting("exit", "auto", resolve_thresholds(manifest.checkpoints, auto.thresholds)))
-        if manifest.kv_cache_strategy == EXACT:
-            settings.append(_Setting("lossless", "lossless", []))
+        settings.append(_Setting("lossless", "lossless", []))
     return settings
 
 

@@ -11,7 +11,7 @@ at one checkpoint whatever its score (`static`, the naive baseline). Agreement i
 most likely token is full depth's; speed is full depth's time over that of the same steps, medians over prompts. Every
 case takes one step per round, in a new random order, so that a machine that slows down slows all. Lossless mode
 generates the continuation by itself, in one go, with the same seed.
-Bundles of one model with different `kv_cache_strategy`, weights or routers can be compared. Writes
+Bundles of one model with different weights or routers can be compared. Writes
 `modes.json` into the folder; the exit code is 1 when lossless mode gave another token at
 temperature 0 (rounding may decide a draw among thousands of unlikely tokens).
 """
@@ -36,7 +36,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
 import numpy as np
 from harness.chat import chat_prompts
 
-from tide_export.bundle.manifest import EXACT
 from tide_export.common.formatting import table
 from tide_export.common.progress import stage
 from tide_export.runtime.engine import Engine, load
@@ -136,9 +135,8 @@ def cases_of(name: str, engine: Engine, options: argparse.Namespace) -> list[Cas
     for c, layers in enumerate(manifest.checkpoints):
         always = [ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)]
         cases.append(Case(name, "static", f"layer {layers}", partial(read, engine, always)))
-    if manifest.kv_cache_strategy == EXACT:
-        tuned = "tuned" if manifest.drafting else ""
-        cases.append(Case(name, "lossless", tuned, partial(generate, engine, "lossless", options)))
+    tuned = "tuned" if manifest.drafting else ""
+    cases.append(Case(name, "lossless", tuned, partial(generate, engine, "lossless", options)))
     return cases
 
 

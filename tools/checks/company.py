@@ -63,10 +63,8 @@ def config_of(engine: Engine, chance: random.Random) -> GenerationConfig:
     exits: dict[str, Any] = {"threshold": chance.choice([0.0, 0.3, 0.6, 0.9]), "min_layers": 0}
     modes: list[dict[str, Any]] = [{"mode": "full"}]
     if engine.manifest.checkpoints:
-        modes.append({"mode": "exit"} | exits)
-        if engine.manifest.kv_cache_strategy == "exact":
-            modes[-1]["max_pending"] = chance.choice([0, 3, 64])
-            modes.append({"mode": "lossless", "prompt_lookup": chance.choice([0, 3])} | exits)
+        modes.append({"mode": "exit", "max_pending": chance.choice([0, 3, 64])} | exits)
+        modes.append({"mode": "lossless", "prompt_lookup": chance.choice([0, 3])} | exits)
     sampled: dict[str, Any] = {"temperature": chance.choice([0.6, 1.0]), "top_p": chance.choice([0.9, 1.0])}
     return GenerationConfig(
         **chance.choice(modes),

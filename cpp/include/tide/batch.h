@@ -48,7 +48,6 @@ class BatchState {
   void rewind(std::size_t slot, std::int64_t length);
 
   std::vector<std::int64_t> lengths(std::size_t slot) const;   // as `State`
-  std::vector<std::int64_t> computed(std::size_t slot) const;
 
  private:
   friend class Engine;

@@ -167,7 +167,6 @@ struct Manifest {
   std::int64_t min_layers = 0;            // checkpoints after fewer layers never exit
   std::int64_t max_pending = 0;           // tokens that may be pending before a segment must run
   double compaction_threshold = 1;        // batches: a smaller share of the sequences than this runs a segment alone
-  std::string kv_cache_strategy;          // K/V of skipped layers: "exact" or "propagate"
   std::string kv_cache = "float32";       // type of the K/V buffers: "float32" or "int8"
   std::string weights;                    // precision of the graph's weights: "fp32", "bf16", "fp16", "int8", "int4"
   std::optional<Drafting> drafting;
@@ -177,7 +176,6 @@ struct Manifest {
   std::optional<EnginesInfo> engines;
   std::map<std::string, FileInfo> files;  // by path relative to the bundle, "/" between folders
 
-  bool propagates() const { return kv_cache_strategy == "propagate"; }
   // Whether the drafter is a segment network too: not if it reads hidden states within segments.
   bool has_drafter_network() const { return networks && drafter && drafter->layers.empty(); }
   bool int8_kv() const { return kv_cache == "int8"; }

@@ -52,16 +52,15 @@ class State {
   //
   // logits_to_keep: number of last positions, 1 or more, to return logits for if the last segment runs; at most the
   //     tokens that it runs over.
-  // full: run every segment and let no token exit, whatever the thresholds. Where K/V are propagated, the first step and
-  //     every step of several tokens are full.
+  // full: run every segment and let no token exit, whatever the thresholds.
   //
   // Throws GenerationError: there are no ids, an id is outside the vocabulary, the tokens exceed the model's context,
   // memory for their K/V ran out, or the engine failed.
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t logits_to_keep = 1, bool full = false);
   StepResult step(std::vector<std::int64_t> const& ids, std::int64_t logits_to_keep = 1, bool full = false);
 
-  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, its K/V are propagated,
-  // or its recurrent states at `length` are not kept: they are at a step's last 32 tokens, and before a step of at most 32.
+  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, or
+  // its recurrent states at `length` are not kept: they are at a step's last 32 tokens, and before a step of at most 32.
   void rewind(std::int64_t length);
 
   // Sets other thresholds, one per checkpoint, from the next step on; pending tokens stay pending. Throws
@@ -70,7 +69,6 @@ class State {
 
   std::int64_t length() const;                        // tokens of the sequence
   std::vector<std::int64_t> const& lengths() const;   // tokens in each segment's K/V; never increases with depth
-  std::vector<std::int64_t> computed() const;         // tokens that each segment has run over
   std::vector<std::int64_t> pending() const;          // pending tokens before segment 1, 2, ...
 
   // Internal: steps return only the largest `count` logits (0: all) and no scores, if the engine supports it.

@@ -331,8 +331,8 @@ TIDE_API tide_status tide_sequence_step(tide_sequence* sequence, const int64_t* 
                                         int full, tide_step* result);
 TIDE_API tide_status tide_sequence_rewind(tide_sequence* sequence, int64_t length); /* removes all tokens after these */
 TIDE_API tide_status tide_sequence_set_thresholds(tide_sequence* sequence, const double* thresholds, size_t count);
-/* Writes, for each segment, the tokens in its K/V and the tokens that it has run over. */
-TIDE_API tide_status tide_sequence_lengths(const tide_sequence* sequence, int64_t* lengths, int64_t* computed);
+/* Writes the tokens in each segment's K/V, shallowest first. */
+TIDE_API tide_status tide_sequence_lengths(const tide_sequence* sequence, int64_t* lengths);
 TIDE_API void tide_sequence_free(tide_sequence* sequence);
 
 /* Chooses a token from logits [vocabulary] as a generation with these options does ("temperature", "top_k", "top_p", "min_p",
@@ -361,7 +361,7 @@ TIDE_API tide_status tide_batch_leave(tide_batch* batch, size_t slot);
 /* Runs `count` parts, by ascending slots; `results` [count] have the same order. */
 TIDE_API tide_status tide_batch_step(tide_batch* batch, const tide_slot_step* parts, size_t count, tide_step* results);
 TIDE_API tide_status tide_batch_rewind(tide_batch* batch, size_t slot, int64_t length);
-TIDE_API tide_status tide_batch_lengths(const tide_batch* batch, size_t slot, int64_t* lengths, int64_t* computed);
+TIDE_API tide_status tide_batch_lengths(const tide_batch* batch, size_t slot, int64_t* lengths);
 TIDE_API void tide_batch_free(tide_batch* batch);
 
 #ifdef __cplusplus

@@ -21,16 +21,32 @@ namespace {
 constexpr char const* kSchema = "tide_export.bundle/11";
 
 // All fields of a manifest. Those that this runtime does not read are checked too.
-std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresholds",
-                                          "min_layers", "max_pending",  "kv_cache_strategy",
-                                          "weights",    "targets",      "opset",
-                                          "inputs",     "outputs",      "calibration",
-                                          "versions",   "created",      "compaction_threshold",
-                                          "tuning",     "drafting",     "networks",
-                                          "engines",    "quantization", "remote_code",
-                                          "kv_cache",   "auto",         "drafter",
-                                          "files"};
+std::vector<std::string> const kFields = {"model",       "checkpoints",          "thresholds",   "min_layers",
+                                          "max_pending", "weights",              "targets",      "opset",
+                                          "inputs",      "outputs",              "calibration",  "versions",
+                                          "created",     "compaction_threshold", "tuning",       "drafting",
+                                          "networks",    "engines",              "quantization", "remote_code",
+                                          "kv_cache",    "auto",                 "drafter",      "files"};
 std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_cache", "auto", "drafter"};  // or missing
+
+constexpr char const* kExportAgain =
+    "export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers)";
+
+// Removes the field of earlier bundles that says how skipped layers get keys and values; only exact ones are left.
+void take_strategy(Json& data, std::string const& source) {
+  auto const found = data.object.find("kv_cache_strategy");
+  if (found == data.object.end()) return;
+  Json const& strategy = found->second;
+  if (strategy.is(Json::Kind::text) && strategy.text == "propagate") {
+    throw BundleError(source + " is of a bundle that propagates K/V (kv_cache_strategy propagate), which tide_export no "
+                      "longer does: exact K/V agree with full depth on 2 to 5 points more tokens and are as fast; " +
+                      kExportAgain);
+  }
+  if (!strategy.is(Json::Kind::text) || strategy.text != "exact") {
+    throw BundleError(source + ": field 'kv_cache_strategy' must be exact");
+  }
+  data.object.erase(found);
+}
 
 std::map<std::string, FileInfo> files_of(Field const& field) {
   std::map<std::string, FileInfo> files;
@@ -193,10 +209,8 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   ModelInfo const& model = manifest.model;
   std::vector<std::int64_t> const& points = manifest.checkpoints;
   check_model(model, require);
-  require((!manifest.propagates() && !manifest.networks) || model.states.empty(), "model.states",
-          "are for exact K/V and target onnxruntime alone");
-  require((!manifest.propagates() && !manifest.networks) || !model.lora, "model.lora",
-          "is for exact K/V and target onnxruntime alone");
+  require(!manifest.networks || model.states.empty(), "model.states", "are for target onnxruntime alone");
+  require(!manifest.networks || !model.lora, "model.lora", "is for target onnxruntime alone");
   for (std::size_t i = 1; i < points.size(); ++i) {
     require(points[i - 1] < points[i], "checkpoints", "must be distinct and ascending");
   }
@@ -207,11 +221,8 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   check_modes(manifest, require);
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");
-  require(manifest.kv_cache_strategy == "exact" || manifest.propagates(), "kv_cache_strategy",
-          "must be one of exact, propagate");
   require(manifest.kv_cache == "float32" || manifest.int8_kv(), "kv_cache", "must be one of float32, int8");
-  require(!manifest.int8_kv() || (!manifest.propagates() && !manifest.networks), "kv_cache",
-          "int8 is for exact K/V and target onnxruntime alone");
+  require(!manifest.int8_kv() || !manifest.networks, "kv_cache", "int8 is for target onnxruntime alone");
   require(is_share(manifest.compaction_threshold), "compaction_threshold", "must lie in [0, 1]");
   require(std::set<std::string>{"fp32", "bf16", "fp16", "int8", "int4"}.count(manifest.weights) == 1, "weights",
           "must be one of fp32, bf16, fp16, int8, int4");
@@ -275,10 +286,10 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   }
   if (std::string const& schema = named->second.text; schema != kSchema) {
     throw BundleError(source + " has schema '" + shown_name(schema) + "' but this release reads '" + kSchema +
-                      "': export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its "
-                      "routers), or use the tide_export release that wrote it");
+                      "': " + kExportAgain + ", or use the tide_export release that wrote it");
   }
   data.object.erase(named);
+  take_strategy(data, source);
   Field const field(data, source, "");
   field.object(kFields, kOmitted);
   Manifest manifest;  // its fields in the order of kFields, as Python reads them
@@ -287,7 +298,6 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   manifest.thresholds = field["thresholds"].reals();
   manifest.min_layers = field["min_layers"].whole();
   manifest.max_pending = field["max_pending"].whole();
-  manifest.kv_cache_strategy = field["kv_cache_strategy"].text();
   manifest.weights = field["weights"].text();
   std::vector<std::string> const targets = field["targets"].texts();
   field["opset"].whole();

@@ -47,11 +47,8 @@ tide_status tide_sequence_set_thresholds(tide_sequence* sequence, double const* 
   return alone(sequence, [&] { sequence->state.set_thresholds(vector_of(thresholds, count)); });
 }
 
-tide_status tide_sequence_lengths(tide_sequence const* sequence, std::int64_t* lengths, std::int64_t* computed) {
-  return alone(sequence, [&] {
-    put_lengths(sequence->state.lengths(), lengths);
-    put_lengths(sequence->state.computed(), computed);
-  });
+tide_status tide_sequence_lengths(tide_sequence const* sequence, std::int64_t* lengths) {
+  return alone(sequence, [&] { put_lengths(sequence->state.lengths(), lengths); });
 }
 
 void tide_sequence_free(tide_sequence* sequence) { delete sequence; }
@@ -106,12 +103,8 @@ tide_status tide_batch_rewind(tide_batch* batch, std::size_t slot, std::int64_t 
   return alone(batch, [&] { batch->batch.rewind(slot, length); });
 }
 
-tide_status tide_batch_lengths(tide_batch const* batch, std::size_t slot, std::int64_t* lengths,
-                               std::int64_t* computed) {
-  return alone(batch, [&] {
-    put_lengths(batch->batch.lengths(slot), lengths);
-    put_lengths(batch->batch.computed(slot), computed);
-  });
+tide_status tide_batch_lengths(tide_batch const* batch, std::size_t slot, std::int64_t* lengths) {
+  return alone(batch, [&] { put_lengths(batch->batch.lengths(slot), lengths); });
 }
 
 void tide_batch_free(tide_batch* batch) { delete batch; }

@@ -15,7 +15,7 @@ Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& pr
 }
 
 std::size_t Progress::take(std::vector<Token> const& block, Decoder& decoder,
-                           std::vector<std::int64_t> const& computed, double seconds,
+                           std::vector<std::int64_t> const& lengths, double seconds,
                            std::function<bool(Token const&)> const& on_token) {
   if (request_.states) {
     std::vector<float> const states = decoder.take_states();
@@ -40,7 +40,7 @@ std::size_t Progress::take(std::vector<Token> const& block, Decoder& decoder,
       reason = FinishReason::cancelled;
     }
   }
-  if (!reason && computed[0] == context_) reason = FinishReason::context;  // no step can run over the last token
+  if (!reason && lengths[0] == context_) reason = FinishReason::context;  // no step can run over the last token
   if (reason && text) text->finish(*shown);
   std::vector<std::int64_t> next_ids{block[count - 1].id};
   make_room(generation_.tokens, count);
@@ -58,9 +58,9 @@ std::size_t Progress::take(std::vector<Token> const& block, Decoder& decoder,
   stats.learned_accepted = decoder.learned_accepted;
   stats.layer_tokens_run = decoder.undone * stats.num_layers;
   for (std::size_t k = 0; k < depths_.size(); ++k) {
-    stats.layer_tokens_run += (computed[k] - cached_tokens) * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
+    stats.layer_tokens_run += (lengths[k] - cached_tokens) * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
   }
-  stats.layer_tokens_total = stats.num_layers * (computed[0] - cached_tokens);
+  stats.layer_tokens_total = stats.num_layers * (lengths[0] - cached_tokens);
   for (std::size_t i = 0; i < count; ++i) {
     generation_.tokens.push_back(block[i].id);
     stats.exit_layer.push_back(block[i].exit_layer);

@@ -35,8 +35,8 @@ class Progress {
   // Adds a block's tokens, up to one that ends the generation, and calls `on_token` with each. Returns how many. Where it
   // throws, nothing has changed.
   //
-  // computed: tokens that each segment of the sequence has run over. seconds: that the block took.
-  std::size_t take(std::vector<Token> const& block, Decoder& decoder, std::vector<std::int64_t> const& computed,
+  // lengths: tokens in each segment's K/V. seconds: that the block took.
+  std::size_t take(std::vector<Token> const& block, Decoder& decoder, std::vector<std::int64_t> const& lengths,
             double seconds, std::function<bool(Token const&)> const& on_token);
 
   // Takes the log-probabilities of the prompt's tokens.

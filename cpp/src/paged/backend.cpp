@@ -29,11 +29,11 @@ NetworkSpec graph_spec(Manifest const& manifest, std::int64_t exit_size) {
   if (count > 0) {
     add(names::kThresholds, true, {count});
     add(names::kScores, false, {1, count});
-    if (!manifest.propagates()) add(names::kNewPending, false, {1, kTokens, model.hidden_size});
+    add(names::kNewPending, false, {1, kTokens, model.hidden_size});
   }
   for (std::size_t k = 1; k <= manifest.checkpoints.size(); ++k) {
     add(names::skip_threshold(k), true, {1});
-    if (!manifest.propagates()) add(names::pending(k), true, {1, kTokens, model.hidden_size});
+    add(names::pending(k), true, {1, kTokens, model.hidden_size});
   }
   std::vector<std::size_t> const layers = model.kv_read(0, model.kv_shapes.size());
   add_pages(spec, manifest, layers, layers);
@@ -81,7 +81,6 @@ class GraphSequence final : public Sequence {
   void rewind(std::int64_t length) override { sequence_.rewind(length); }
   void set_thresholds(std::vector<float> const& thresholds) override { sequence_.rule.thresholds = thresholds; }
   std::vector<std::int64_t> const& lengths() const override { return sequence_.lengths; }
-  std::vector<std::int64_t> computed() const override { return sequence_.computed(); }
   std::int64_t limit() const override { return limit_; }
 
  private:

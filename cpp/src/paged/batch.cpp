@@ -14,24 +14,20 @@ PagedBatch::PagedBatch(std::shared_ptr<BatchSessions> sessions, Ort::Session& gr
     : sessions_(std::move(sessions)),
       manifest_(manifest),
       pool_(pool),
-      propagates_(manifest.propagates()),
-      compaction_threshold_(propagates_ ? 1 : compaction_threshold),
+      compaction_threshold_(compaction_threshold),
       depths_(manifest.depths()),
       hidden_size_(static_cast<std::size_t>(manifest.model.hidden_size)),
       graph_(graph, manifest, pool, adapters),
       sequences_(slots) {
   for (std::size_t slot = slots; slot > 0; --slot) free_.push_back(slot - 1);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
-    segments_.push_back(std::make_unique<NetworkRun>(*sessions_, manifest, pool, adapters, k, false));
-  }
-  for (auto const& [k, session] : sessions_->skipped) {
-    skipped_.try_emplace(k, *sessions_, manifest, pool, adapters, k, true);
+    segments_.push_back(std::make_unique<NetworkRun>(*sessions_, manifest, pool, adapters, k));
   }
 }
 
 std::size_t PagedBatch::join(std::vector<double> const& thresholds, std::int64_t max_pending) {
   std::size_t const slot = free_.back();
-  ExitRule rule{{thresholds.begin(), thresholds.end()}, propagates_ ? kNoLimit : max_pending};
+  ExitRule rule{{thresholds.begin(), thresholds.end()}, max_pending};
   sequences_[slot] = std::make_unique<PagedSequence>(manifest_, pool_, std::move(rule));
   free_.pop_back();
   return slot;
@@ -67,13 +63,8 @@ std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& req
   for (SlotStep& one : all) everyone.push_back(&one);
   Steps previous = everyone;
   for (std::size_t k = 0; k < segments_.size(); ++k) {
-    if (propagates_) propagate(k, all);
     Steps const active = k == 0 ? everyone : still_active(previous, k);
-    if (active.empty()) {
-      previous.clear();
-      if (propagates_) continue;
-      break;
-    }
+    if (active.empty()) break;
     bool const all_ran = previous.size() == all.size();
     Steps const scheduled =
         all_catch_up(active.size(), all.size(), all_ran, compaction_threshold_) ? everyone : active;
@@ -82,8 +73,7 @@ std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& req
     std::vector<std::int64_t> logits;
     for (SlotStep* const one : scheduled) {
       StepRequest const& request = one->request->request;
-      bool const may_exit = !deepest && !one->exit && !request.full &&
-                            (!propagates_ || (one->count == 1 && one->total > 1));
+      bool const may_exit = !deepest && !one->exit && !request.full;
       one->threshold = static_cast<float>(may_exit ? one->sequence->rule.thresholds[k] : kNeverExit);
       bool const verifies = deepest && one->request->verifies;
       std::int64_t const needed = verifies ? std::min(request.logits_to_keep, one->count) : 1;
@@ -183,20 +173,6 @@ void PagedBatch::keep_states(std::size_t k, Steps const& ran) {
   }
 }
 
-// Writes the keys and values that segment k's layers make of the states of the sequences that exited before it.
-void PagedBatch::propagate(std::size_t k, std::vector<SlotStep>& all) {
-  auto const network = skipped_.find(k);
-  if (network == skipped_.end()) return;
-  std::vector<Part> parts;
-  input_.clear();
-  for (SlotStep const& one : all) {
-    if (!one.exit) continue;
-    parts.push_back({one.sequence, one.count, one.total, 0, 0});
-    input_.insert(input_.end(), one.states.begin(), one.states.end());
-  }
-  if (!parts.empty()) network->second.run(parts, input_.data());
-}
-
 std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
   exit_states_.clear();
   for (SlotStep const& one : all) {
@@ -237,7 +213,7 @@ std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
 // Updates the sequences' lengths and pending states; copies first, so that an exception leaves all as before.
 void PagedBatch::commit(std::vector<SlotStep>& all) {
   for (SlotStep& one : all) {
-    if (propagates_ || one.segments_run == segments_.size()) continue;
+    if (one.segments_run == segments_.size()) continue;
     std::vector<float> const& pending = one.sequence->pending[one.segments_run];
     one.states.insert(one.states.begin(), pending.begin(), pending.end());
   }

@@ -1,8 +1,6 @@
 // Steps several sequences at once: after every segment it decides, by decoding/depth_rule.h, which of them run the next.
-// Where K/V are propagated, the others get the keys and values that its layers compute from the states they exited with.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -19,7 +17,7 @@ namespace tide {
 class PagedBatch final : public Batch {
  public:
   // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
-  //     pending tokens run it. Ignored where K/V are propagated.
+  //     pending tokens run it.
   // graph: the step graph, on which one sequence runs faster than on `sessions`.
   PagedBatch(std::shared_ptr<BatchSessions> sessions, Ort::Session& graph, Manifest const& manifest, PagePool& pool,
              Adapters const& adapters, double compaction_threshold, std::size_t slots);
@@ -60,7 +58,6 @@ class PagedBatch final : public Batch {
   void run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input);
   void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
   void keep_states(std::size_t k, Steps const& ran);
-  void propagate(std::size_t k, std::vector<SlotStep>& all);
   std::vector<StepResult> results(std::vector<SlotStep>& all);
   void commit(std::vector<SlotStep>& all);
 
@@ -73,13 +70,11 @@ class PagedBatch final : public Batch {
   std::shared_ptr<BatchSessions> const sessions_;
   Manifest const& manifest_;
   PagePool& pool_;
-  bool const propagates_;
   double const compaction_threshold_;
   std::vector<std::int64_t> const depths_;
   std::size_t const hidden_size_;
   StepGraph graph_;
   std::vector<std::unique_ptr<NetworkRun>> segments_;
-  std::map<std::size_t, NetworkRun> skipped_;               // by segment
   std::vector<std::unique_ptr<PagedSequence>> sequences_;   // by slot
   std::vector<std::size_t> free_;                           // slots; the next is the last
   std::vector<std::int64_t> ids_;

@@ -32,15 +32,6 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::int64_t e
   return spec;
 }
 
-NetworkSpec skipped_spec(Manifest const& manifest, std::size_t k) {
-  NetworkSpec spec{names::skipped(k),
-                   {{names::kHiddenStates, true, "float32", {1, kTokens, manifest.model.hidden_size}},
-                    {names::kPositionIds, true, "int64", {1, kTokens}},
-                    {names::kSequenceStarts, true, "int64", {kTokens}}}};
-  add_pages(spec, manifest, kv_written(manifest, k), kv_written(manifest, k));
-  return spec;
-}
-
 NetworkSpec head_spec(Manifest const& manifest, std::int64_t exit_size) {
   return {names::kHead,
           {{names::kExitStates, true, "float32", {1, kTokens, exit_size}},
@@ -148,11 +139,6 @@ std::shared_ptr<BatchSessions> BatchNetworks::open() const {
   for (std::size_t k = 0; k < segments; ++k) {
     opened->segments.push_back(load(opened->env, names::segment(k)));
     check(opened->segments.back(), segment_spec(manifest, k, exit_size), names::segment(k));
-  }
-  for (std::size_t k = 1; k < segments && manifest.propagates(); ++k) {
-    if (kv_written(manifest, k).empty()) continue;
-    Ort::Session const& session = opened->skipped.emplace(k, load(opened->env, names::skipped(k))).first->second;
-    check(session, skipped_spec(manifest, k), names::skipped(k));
   }
   return opened;
 }

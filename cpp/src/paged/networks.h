@@ -2,7 +2,6 @@
 // another copy of the weights.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -49,8 +48,6 @@ struct BatchSessions {
   std::vector<NetworkSession> segments;  // shallowest first
   NetworkSession head;                   // takes the states that tokens exited with
   std::size_t exit_size = 0;             // width D' of these
-  // By segment, for tokens that skip it: of those with K/V of their own, if K/V are propagated.
-  std::map<std::size_t, NetworkSession> skipped;
 };
 
 // The batch networks of a backend. May be used by several threads at once.

@@ -12,7 +12,6 @@ namespace tide {
 PagedSequence::PagedSequence(Manifest const& manifest, PagePool& pool, ExitRule exit_rule)
     : SequenceState(manifest),
       rule(std::move(exit_rule)),
-      skipped(lengths.size()),
       pending(lengths.size()),
       pool_(pool),
       kept_from_(lengths.size()) {
@@ -23,12 +22,6 @@ PagedSequence::~PagedSequence() {
   release_after(0);
   undo_failed();
   for (Page const place : place_) pool_.states.release(place);
-}
-
-std::vector<std::int64_t> PagedSequence::computed() const {
-  std::vector<std::int64_t> tokens = lengths;
-  for (std::size_t k = 0; k < tokens.size(); ++k) tokens[k] -= skipped[k];
-  return tokens;
 }
 
 void PagedSequence::rewind(std::int64_t length) {
@@ -81,14 +74,12 @@ void PagedSequence::ran(std::size_t segments_run, std::int64_t total, std::vecto
   for (Page const place : before_) pool_.states.release(place);
   before_.clear();
   std::int64_t const undo = manifest_.model.undo();
-  for (std::size_t k = 0; k < lengths.size(); ++k) {
-    if (k >= segments_run && !manifest_.propagates()) break;
-    if (k >= segments_run) skipped[k] += total - lengths[k];
+  for (std::size_t k = 0; k < segments_run; ++k) {
     kept_from_[k] = std::max({kept_from_[k], std::min(settled, lengths[k]), total - undo});
     lengths[k] = total;
     pending[k].clear();
   }
-  if (segments_run < lengths.size() && !manifest_.propagates()) pending[segments_run] = std::move(new_pending);
+  if (segments_run < lengths.size()) pending[segments_run] = std::move(new_pending);
 }
 
 // Takes back what a step that failed did to recurrent states, where a run of it again would not.

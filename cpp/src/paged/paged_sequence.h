@@ -19,13 +19,11 @@ class PagedSequence final : public SequenceState {
 
   ExitRule rule;
 
-  std::vector<std::int64_t> skipped;  // tokens of `lengths` that skipped the segment: their K/V are propagated
   std::vector<float> final_states;    // [n, D'], of the last step, where `states` asks for them
   std::vector<std::vector<float>> pending;  // states [n, D] before each segment; none before the first
   // A prefix cache has the recurrent states after so many tokens, and waits for those after the next page; kNoLimit: none does.
   std::int64_t kept = kNoLimit;
 
-  std::vector<std::int64_t> computed() const override;
   void rewind(std::int64_t length) override;
 
   std::vector<Page> const& pages() const { return pages_; }

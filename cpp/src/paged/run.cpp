@@ -17,9 +17,9 @@ std::size_t size_of(std::vector<std::int64_t> const& shape) {
   return size;
 }
 
-std::vector<std::size_t> layers_read(Manifest const& manifest, std::size_t k, bool skipped) {
+std::vector<std::size_t> layers_read(Manifest const& manifest, std::size_t k) {
   Layers const layers = layers_of(manifest, k);
-  return skipped ? kv_written(manifest, k) : manifest.model.kv_read(layers.first, layers.count);
+  return manifest.model.kv_read(layers.first, layers.count);
 }
 
 }  // namespace
@@ -94,16 +94,15 @@ void PageBindings::bind() {
 }
 
 NetworkRun::NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool,
-                       Adapters const& adapters, std::size_t k, bool skipped)
-    : session_(skipped ? sessions.skipped.at(k) : sessions.segments[k]),
-      name_(skipped ? names::skipped(k) : names::segment(k)),
-      has_exits_(!skipped),
-      has_next_(!skipped && k + 1 < sessions.segments.size()),
+                       Adapters const& adapters, std::size_t k)
+    : session_(sessions.segments[k]),
+      name_(names::segment(k)),
+      has_next_(k + 1 < sessions.segments.size()),
       hidden_size_(manifest.model.hidden_size),
       exit_size_(static_cast<std::int64_t>(sessions.exit_size)),
       binding_(session_),
-      pages_(binding_, manifest, pool, layers_read(manifest, k, skipped), kv_written(manifest, k),
-             skipped ? std::vector<std::size_t>() : states_of(manifest, layers_of(manifest, k)),
+      pages_(binding_, manifest, pool, layers_read(manifest, k), kv_written(manifest, k),
+             states_of(manifest, layers_of(manifest, k)),
              adapts(manifest, layers_of(manifest, k)) ? &adapters : nullptr) {}
 
 void NetworkRun::run(std::vector<Part> const& parts, std::int64_t* ids) {
@@ -138,7 +137,7 @@ std::int64_t NetworkRun::prepare(std::vector<Part> const& parts) {
     *start++ = end += part.count;
     for (std::int64_t i = part.total - part.count; i < part.total; ++i) *position++ = i;
     if (has_next_) *threshold++ = part.threshold;
-    for (std::int64_t i = end - part.logits; has_exits_ && i < end; ++i) *last++ = i;
+    for (std::int64_t i = end - part.logits; i < end; ++i) *last++ = i;
   }
   pages_.bind();
   return tokens;
@@ -148,10 +147,8 @@ void NetworkRun::allocate(std::int64_t tokens, std::int64_t logits, std::size_t 
   tokens_ = logits_ = -1;  // in case of an exception
   bind_input(names::kPositionIds, positions_, {1, tokens});
   bind_input(names::kSequenceStarts, starts_, {static_cast<std::int64_t>(sequences) + 1});
-  if (has_exits_) {
-    bind_input(names::kLastTokens, last_tokens_, {logits});
-    bind_output(names::kExitStates, exit_states, {logits, exit_size_});
-  }
+  bind_input(names::kLastTokens, last_tokens_, {logits});
+  bind_output(names::kExitStates, exit_states, {logits, exit_size_});
   if (has_next_) {
     bind_output(names::kNewHiddenStates, hidden, {1, tokens, hidden_size_});
     bind_input(names::kSlotThresholds, thresholds_, {logits, 1});

@@ -50,16 +50,16 @@ class PageBindings {
 
 class NetworkRun {
  public:
-  // The network of segment k, or of the tokens that skip it.
+  // The network of segment k.
   NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool, Adapters const& adapters,
-             std::size_t k, bool skipped);
+             std::size_t k);
 
   // Runs some sequences over token ids [N] or hidden states [N, D] of all of them, one sequence after the other. Throws
   // GenerationError: ONNX Runtime failed.
   void run(std::vector<Part> const& parts, std::int64_t* ids);
   void run(std::vector<Part> const& parts, float* states);
 
-  // The last run's outputs; none of tokens that skip. Where a threshold is above 1 the exit state is not computed, and the
+  // The last run's outputs. Where a threshold is above 1 the exit state is not computed, and the
   // score NaN.
   std::vector<float> exit_states;  // [sum of logits, D'], the head's input for tokens that exit after this segment
   std::vector<float> scores;       // [sum of logits], the router's; empty for the last segment
@@ -76,7 +76,7 @@ class NetworkRun {
 
   Ort::Session& session_;
   std::string const name_;
-  bool const has_exits_, has_next_;  // gives exit states; and the states of the next segment
+  bool const has_next_;  // gives the states of the next segment
   std::int64_t const hidden_size_, exit_size_;
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::RunOptions const run_options_;

@@ -31,13 +31,12 @@ StepGraph::StepGraph(Ort::Session& session, Manifest const& manifest, PagePool c
       pages_(binding_, manifest, pool, all_layers(manifest), all_layers(manifest),
              states_of(manifest, {0, manifest.model.kv_shapes.size()}),
              adapts(manifest, {0, manifest.model.kv_shapes.size()}) ? &adapters : nullptr),
-      propagates_(manifest.propagates()),
       depths_(manifest.depths()),
       exit_thresholds_(manifest.checkpoints.size()),
       skip_thresholds_(exit_thresholds_),
       scores_(exit_thresholds_.size(), std::numeric_limits<float>::quiet_NaN()),
       logits_(static_cast<std::size_t>(manifest.model.vocab_size)) {
-  for (std::size_t k = 1; k <= scores_.size() && !propagates_; ++k) pending_.push_back({names::pending(k)});
+  for (std::size_t k = 1; k <= scores_.size(); ++k) pending_.push_back({names::pending(k)});
   // Outputs of unknown size: `GetOutputValues` returns them after the pages, in the order of the first binding.
   if (!pending_.empty()) binding_.BindOutput(names::kNewPending, memory_);
   select_logits(1);
@@ -61,7 +60,7 @@ StepResult StepGraph::step(PagedSequence& sequence, std::int64_t const* ids, std
     pages_.bind();
     bind_pending(sequence);
     bind_ids(ids, count);
-    set_thresholds(sequence, total, full || (propagates_ && (count > 1 || total == 1)));
+    set_thresholds(sequence, total, full);
     std::int64_t const keep = std::min(logits_to_keep, total - sequence.lengths.back());  // of the last segment's run
     if (keep != num_logits_ || keep > 1) select_logits(keep);
     if (!pending_.empty() && (may_skip_ || !no_pending_output_)) {
@@ -134,7 +133,7 @@ void StepGraph::set_thresholds(PagedSequence const& sequence, std::int64_t total
   may_skip_ = false;
   for (std::size_t k = 0; k < scores_.size(); ++k) {
     float const threshold = full ? static_cast<float>(kNeverExit) : sequence.rule.thresholds[k];
-    bool const forced = !propagates_ && total - sequence.lengths[k + 1] > sequence.rule.max_pending;
+    bool const forced = total - sequence.lengths[k + 1] > sequence.rule.max_pending;
     exit_thresholds_[k] = threshold;
     skip_thresholds_[k] = forced ? std::max(threshold, 1.0f) : threshold;  // still scored
     may_skip_ = may_skip_ || skip_thresholds_[k] < 1;

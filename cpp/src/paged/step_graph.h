@@ -46,10 +46,9 @@ class StepGraph {
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;
   PageBindings pages_;
-  bool const propagates_;
   std::vector<std::int64_t> const depths_;
 
-  std::vector<Pending> pending_;  // before segment 1, 2, ...; empty where tokens are never pending
+  std::vector<Pending> pending_;  // before segment 1, 2, ...
   float no_state_ = 0;
   std::vector<float> exit_thresholds_, skip_thresholds_, scores_, logits_;  // bound
   bool may_skip_ = true;            // whether a score can exceed a bound skip threshold

@@ -42,7 +42,7 @@ std::vector<std::int64_t> Job::text() const {
   return ids;
 }
 
-StepRequest const* Job::next_step(std::int64_t limit, bool whole, bool full) {
+StepRequest const* Job::next_step(std::int64_t limit, bool full) {
   sequence_->settled = decoder_->settled;
   if (scores_prompt()) {
     if (limit < 1) return nullptr;
@@ -54,16 +54,15 @@ StepRequest const* Job::next_step(std::int64_t limit, bool whole, bool full) {
   auto const rest = static_cast<std::int64_t>(request.ids.size() - stepped_);
   std::int64_t count = rest;
   if (reads_prompt_ && rest > limit) {
-    count = limit - (whole && rest - limit == 1 ? 1 : 0);
-    if (count < (whole && rest > 1 ? 2 : 1)) return nullptr;
+    if (limit < 1) return nullptr;
+    count = limit;
   }
   count_ = static_cast<std::size_t>(count);
   if (count_ == request.ids.size()) return &request;
   auto const first = request.ids.begin() + static_cast<std::ptrdiff_t>(stepped_);
   part_.ids.assign(first, first + count);
   part_.logits_to_keep = request.logits_to_keep;
-  bool const as_rest = whole && scores_ && reads_prompt_;  // as it would be with the rest of the prompt
-  part_.full = request.full || as_rest || (full && count < rest);
+  part_.full = request.full || (full && count < rest);
   return &part_;
 }
 
@@ -87,7 +86,7 @@ bool Job::take(StepResult const& result, double seconds) {
   {
     std::lock_guard<std::mutex> const lock(mutex_);
     make_room(tokens_, block.size());
-    std::size_t const count = progress_.take(block, *decoder_, sequence_->computed(), seconds_, on_token_);
+    std::size_t const count = progress_.take(block, *decoder_, sequence_->lengths, seconds_, on_token_);
     for (std::size_t i = 0; i < count; ++i) tokens_.push_back(std::move(block[i]));
   }
   changed_.notify_all();

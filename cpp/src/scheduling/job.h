@@ -46,9 +46,8 @@ class Job {
   // The next step, over at most `limit` tokens where it is a prompt's; nullptr: `limit` leaves nothing. Valid until
   // `take`.
   //
-  // whole: of several tokens one must not be left for a step of its own: where K/V are propagated such a step could exit.
   // full: a step that leaves some of the prompt runs every segment.
-  StepRequest const* next_step(std::int64_t limit, bool whole, bool full);
+  StepRequest const* next_step(std::int64_t limit, bool full);
 
   // Continues with the result of the step of `next_step`, which took `seconds`. Returns whether the generation has ended.
   bool take(StepResult const& result, double seconds);

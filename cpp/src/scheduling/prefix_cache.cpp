@@ -23,7 +23,6 @@ std::size_t whole_pages(std::size_t tokens) { return tokens / kSize * kSize; }
 
 PrefixCache::PrefixCache(Manifest const& manifest, PagedBatch& batch, std::int64_t max_bytes)
     : batch_(batch),
-      propagates_(manifest.propagates()),
       undo_(manifest.model.undo()),
       max_bytes_(max_bytes),
       // Of a model without K/V, the tokens take memory.
@@ -55,7 +54,7 @@ std::int64_t PrefixCache::begin(std::size_t slot, std::vector<std::int64_t> cons
   while (has_states() && !path.empty() && !fits()) path.pop_back();
   use(path);
   auto const cached = static_cast<std::int64_t>(path.size()) * kPageTokens;
-  std::int64_t const length = std::min(cached, static_cast<std::int64_t>(prompt.size()) - (propagates_ ? 2 : 1));
+  std::int64_t const length = std::min(cached, static_cast<std::int64_t>(prompt.size()) - 1);
   if (length <= 0) return 0;
   std::vector<Page> pages;
   for (std::int64_t start = 0; start < length; start += kPageTokens) pages.push_back(path[pages.size()]->page);
@@ -95,8 +94,7 @@ void PrefixCache::keep(std::size_t slot, std::vector<std::int64_t> text, std::si
     text.resize(after);
   } else {
     std::size_t const room = static_cast<std::size_t>(max_bytes_ / block_bytes_) * kSize;
-    text.resize(std::min({text.size(), propagates_ ? prompt : text.size(), room,
-                          static_cast<std::size_t>(sequence.lengths.back())}));
+    text.resize(std::min({text.size(), room, static_cast<std::size_t>(sequence.lengths.back())}));
   }
   Path path = path_of(root, text);
   use(path);

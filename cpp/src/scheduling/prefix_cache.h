@@ -25,8 +25,7 @@ class PrefixCache {
   ~PrefixCache();
 
   // Begins the empty sequence in a slot with as much of its prompt as is cached, and returns how many tokens these are.
-  // The last token is left to be run: it gives the first logits. Where K/V are propagated, two are: a step over one could
-  // exit. reads_all: it begins with nothing.
+  // The last token is left to be run: it gives the first logits. reads_all: it begins with nothing.
   std::int64_t begin(std::size_t slot, std::vector<std::int64_t> const& prompt, bool reads_all);
 
   // Tokens of the prompt that the next step in a slot may run over, at most: it must end where states are to be kept.
@@ -70,7 +69,6 @@ class PrefixCache {
   void prune(At block, Path const& kept) noexcept;
 
   PagedBatch& batch_;
-  bool const propagates_;
   std::int64_t const undo_;  // tokens that recurrent states can take back
   std::int64_t const max_bytes_, block_bytes_, state_bytes_;
   // Blocks after which a request may begin, least recently used first; without recurrent states these are all, and every

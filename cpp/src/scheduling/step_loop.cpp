@@ -310,7 +310,7 @@ void StepLoop::choose_steps() noexcept {
       std::size_t const before = job.decoder().planned();
       std::int64_t limit = job.scores_prompt() ? std::min(left, rows) : left;
       if (prefixes_ != nullptr && job.reads_prompt()) limit = std::min(limit, prefixes_->max_step_tokens(slot, job.prompt()));
-      steps_[slot] = job.next_step(limit, backend_->manifest().propagates(), prefixes_ != nullptr && prefixes_->has_states());
+      steps_[slot] = job.next_step(limit, prefixes_ != nullptr && prefixes_->has_states());
       tokens_ += job.decoder().planned() - before;
     } catch (...) {
       fail(slot, std::current_exception());

@@ -4,7 +4,7 @@ import pytest
 from caller_networks import CallersNetworks, callers_engine
 from fake_cudart import FakeCudart
 from judge import Judge
-from state_machine import ALWAYS, EXACT, Player, play
+from state_machine import Player, play
 from stepped_engines import Batched, Singles
 from tiny_configs import CONTEXT
 from tiny_engines import MAX_BATCH_SIZE, MAX_TOKENS, TinyLlama
@@ -29,11 +29,11 @@ def callers(tiny_llama: TinyLlama, cudart: FakeCudart) -> tuple[Engine, CallersN
 def test_sequences(judge: Judge, callers: tuple[Engine, CallersNetworks], cudart: FakeCudart) -> None:
     engine, networks = callers
     gpu = Singles(lambda thresholds, max_pending: engine.start(thresholds, max_pending), networks)
-    play(Player(judge, {"gpu": gpu}, CONTEXT, pending_limit=PENDING_LIMIT), 12, 30, *ALWAYS, *EXACT)
+    play(Player(judge, {"gpu": gpu}, CONTEXT, pending_limit=PENDING_LIMIT), 12, 30)
     assert cudart.calls("cudaGraphLaunch") > cudart.calls("cudaGraphInstantiate") > 0
 
 
 def test_batches(judge: Judge, callers: tuple[Engine, CallersNetworks]) -> None:
     engine, networks = callers
     gpu = Batched(lambda share: engine.start_batch(share, MAX_BATCH_SIZE), networks)
-    play(Player(judge, {"gpu": gpu}, CONTEXT, batched=True, pending_limit=PENDING_LIMIT), 12, 30, *ALWAYS, *EXACT)
+    play(Player(judge, {"gpu": gpu}, CONTEXT, batched=True, pending_limit=PENDING_LIMIT), 12, 30)

@@ -23,25 +23,14 @@ from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
 class CarriedStatesPass(ir.passes.InPlacePass):
     """Runs after `SharedKeysPass`, so that attention reads no value of an earlier segment."""
 
-    def __init__(self, boundaries: Sequence[int], propagating: bool = False):
-        """Stores what to carry past.
-
-        Args:
-            boundaries: layers run at the markers between segments, and the depth at the end.
-            propagating: whether skipped layers get keys and values of a state as it was at its exit.
-        """
+    def __init__(self, boundaries: Sequence[int]):
+        """`boundaries`: layers run at the markers between segments, and the depth at the end."""
         super().__init__()
-        self.propagating = propagating
         self.first, *self.checkpoints, self.depth = boundaries
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Raises UnsupportedModelError where such a value is no vector of numbers, or is needed and not known."""
+        """Raises UnsupportedModelError where such a value is no vector of numbers."""
         reads = _reads(model.graph, self.depth)
-        if self.propagating and any(read.since is not None for read in reads):
-            raise UnsupportedModelError(
-                "its layers read more of earlier ones than their hidden states, so keys and values cannot be "
-                "propagated past skipped layers"
-            )
         widths = {layer: sum(map(_width, self._carried(reads, layer))) for layer in self.checkpoints}
         current = {read.value: read.value for read in reads}  # each value as it was split off last
         for marker in nodes_of(model.graph, OP_CHECKPOINT, DOMAIN) if reads else ():
@@ -61,7 +50,7 @@ class CarriedStatesPass(ir.passes.InPlacePass):
     def _carried(self, reads: Sequence["_Read"], layer: int) -> list[ir.Value]:
         """Returns the values that the marker `layer` carries.
 
-        Those of token ids are carried on to the last checkpoint, so that states are alike where K/V are propagated.
+        Those of token ids are carried on to the last checkpoint: their states need no zeros.
         """
 
         def carries(read: _Read) -> bool:

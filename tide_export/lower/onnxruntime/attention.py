@@ -4,7 +4,7 @@ The operator rotates queries and keys, writes keys and values into pages, and at
 
 It takes [1, N, heads * head_dim], so the Reshape and Transpose pairs around the traced attention disappear; if query
 and key are rotated from tables just before, the rotation moves inside. Attention to an earlier layer's keys and values
-has a query alone, reads that layer's pages and has no new pages; one without a query stores keys and values alone.
+has a query alone, reads that layer's pages and has no new pages.
 """
 
 import onnx_ir as ir
@@ -32,8 +32,8 @@ from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_PAGED_ATTENTION
 class PagedAttentionPass(ir.passes.InPlacePass):
     """Replaces every node, whose inputs are those that `compose` gives it.
 
-    They are query, key and value, of which some may be absent; key pages, value pages, page table, lengths, starts or
-    none, sinks or none, a bias by head and key position or none, and a bias by distance if there is one.
+    They are query, key and value, of which the last two may be absent; key pages, value pages, page table, lengths,
+    starts or none, sinks or none, a bias by head and key position or none, and a bias by distance if there is one.
     """
 
     def __init__(self, kv_cache: str):
@@ -79,7 +79,7 @@ def _lower(graph: ir.Graph, node: ir.Node, op_type: str) -> None:
     while inputs[-1] is None:
         inputs.pop()
     old = node.outputs[0]
-    width = [] if old.shape is None else [heads * head_dim if query is not None else 0]
+    width = [] if old.shape is None else [heads * head_dim]
     shape = [*dims(old)[:2], *width] if width else None
     types = [(old.dtype, shape), *((value.dtype, value.shape) for value in node.outputs[1:])]
     attended, *written = ops_before(node, op_type, inputs, attributes, domain=DOMAIN, types=types)

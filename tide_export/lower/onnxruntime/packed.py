@@ -1,7 +1,5 @@
 """Writes the batch networks: one per segment, and the head, on the weights of `model.onnx`.
 
-Where K/V are propagated, each segment after the first has one more, for the sequences that skip it.
-
 The model of `compose.packed_segments` goes through the passes of the step graph, so every weight is stored in the same
 form under the same name. Each part then becomes a file that refers to `model.onnx.data` by its path in the bundle: to
 load one, set the bundle as ONNX Runtime's folder of external weights

@@ -6,7 +6,7 @@ The operators of `cpp/ops` compute the same and take the functions' place where 
 Runtime without it inlines the functions, which are written to be read, not to be fast.
 
 It is the attention of the new tokens of any number of sequences, concatenated on one axis, to keys and values in pages
-of one pool that all sequences share. A node has one of four forms (`Form`) and any of the inputs in `OPTIONAL`; each
+of one pool that all sequences share. A node has one of three forms (`Form`) and any of the inputs in `OPTIONAL`; each
 combination that a model uses is a function of its own. All but the first are told apart by their `overload`, which ONNX
 Runtime loses of nodes in a function, as those of `lower.onnxruntime.layers`.
 
@@ -41,7 +41,6 @@ class Form(enum.StrEnum):
     APART = "apart"  # all three: it stores keys and values, then attends
     PACKED = "packed"  # a query that holds each token's keys and values after it: the same
     READING = "reading"  # a query alone: it attends to what another node stored
-    STORING = "storing"  # no query: it stores keys and values
 
 
 class PagedAttentionFunctionsPass(ir.passes.InPlacePass):
@@ -75,8 +74,6 @@ class PagedAttentionFunctionsPass(ir.passes.InPlacePass):
 
 def form_of(node: ir.Node) -> Form:
     """The form of a node of either operator."""
-    if node.inputs[0] is None:
-        return Form.STORING
     if node.inputs[1] is not None:
         return Form.APART
     return Form.READING if len(node.outputs) == 1 else Form.PACKED
@@ -110,18 +107,17 @@ def paged_attention_function(
 
 
 def _body(int8: bool, form: Form, options: Collection[str]) -> Iterator[str]:
-    stores, attends, starts = form != Form.READING, form != Form.STORING, "starts" in options
+    stores, starts = form != Form.READING, "starts" in options
     yield _NUMBERS
     yield (_FLOAT_BITS + "D = Sub (W, four)") if int8 else "D = Identity (W)"
-    yield f"N = Shape <start = 1, end = 2> ({'query' if attends else 'key'})"
+    yield "N = Shape <start = 1, end = 2> (query)"
     yield f"all_starts = {'Identity (starts)' if starts else 'Concat <axis = 0> (zero, N)'}"
     yield _PLACES
     new = INPUTS[:3]
     if form == Form.PACKED:
         yield _UNPACK
         new = ("packed_query", "packed_key", "packed_value")
-    if attends:
-        yield f"queries = {_rotated(new[0], 'num_heads', options)}"
+    yield f"queries = {_rotated(new[0], 'num_heads', options)}"
     if stores:
         yield f"rotated_key = {_rotated(new[1], 'kv_num_heads', options)}"
         yield "key_floats = Reshape <allowzero = 1> (rotated_key, new_rows)"
@@ -129,9 +125,6 @@ def _body(int8: bool, form: Form, options: Collection[str]) -> Iterator[str]:
         yield _ENCODE if int8 else "key_rows = Identity (key_floats)  value_rows = Identity (value_floats)"
     for name in ("key", "value"):
         yield (_STORE if stores else "new_{0}_pages = Identity ({0}_pages)").format(name)
-    if not attends:
-        yield "nothing = Concat <axis = 0> (one, N, zero)  output = ConstantOfShape (nothing)"
-        return
     for name in ("lengths", "page_table"):  # without starts, one row serves all tokens, if there are any
         yield f"{name}_read = Gather ({name}, sequence)" if starts else f"{name}_read = Slice ({name}, zero, N)"
     yield _READ
