@@ -34,8 +34,9 @@ coverage: $(VENV)/.tests
 	rm -rf $(COVERED)
 	git clone -q . $(COVERED)
 	ln -s $(abspath $(VENV)) $(COVERED)/.venv
-	cd $(COVERED) && TIDE_CXXFLAGS="--coverage -O1 -fprofile-update=atomic" .venv/bin/python setup.py -q build_ext --inplace
-	cd $(COVERED) && export PYTHONPATH=$(abspath $(COVERED)) TIDE_TEST_STORE= OMP_NUM_THREADS=1; \
+	cd $(COVERED) && export TIDE_CXXFLAGS="--coverage -O1 -fprofile-update=atomic" PYTHONPATH=$(abspath $(COVERED)) \
+		TIDE_TEST_STORE= OMP_NUM_THREADS=1; \
+		.venv/bin/python setup.py -q build_ext --inplace || exit 1; \
 		.venv/bin/pytest $(PYTEST_OPTIONS) --cov --cov-report=json; failed=$$?; \
 		.venv/bin/python tools/checks/coverage_table.py . && exit $$failed
 

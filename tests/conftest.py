@@ -43,11 +43,11 @@ def demo_source(demo_model: Path):
 
 
 @pytest.fixture(scope="session")
-def operator_library() -> Path:
-    """The library, which has the operators for ONNX Runtime."""
-    from tide_export.runtime.native import LIBRARY
+def kernels() -> Path:
+    """The operators for ONNX Runtime in a library with what tests call of their kernels (`tests/operators`)."""
+    from native_builds import Builds
 
-    return LIBRARY
+    return Builds().operators()
 
 
 def pytest_configure(config: pytest.Config) -> None:

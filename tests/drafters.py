@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from tide_export.bundle.file_names import DRAFTER_FILE
 from tide_export.bundle.opened import open_bundle
@@ -14,6 +15,7 @@ from tide_export.bundle.store import write_manifest
 from tide_export.compose.drafter import compose_drafter
 from tide_export.drafting.bundle import write_drafter
 from tide_export.drafting.files import drafter_info, put_before, quantized
+from tide_export.drafting.network import DrafterNetwork
 from tide_export.drafting.pieces import pieces_of
 from tide_export.graph.builder import GraphBuilder, Weights
 from tide_export.graph.rewriting import FLOAT, INT64, typed_value
@@ -39,6 +41,13 @@ def random_drafter(state: int, embedding: int, tokens: np.ndarray, bias: bool = 
     acceptance = (0.9,) * len(CONFIDENCES)  # so that it drafts until it has shown otherwise
     drafter = Drafter(shape, tokens, head, normal(len(tokens)) if bias else None, arrays, acceptance, "0" * 64)
     return replace(drafter, **changes)
+
+
+def network_of(drafter: Drafter) -> DrafterNetwork:
+    """The network that training has, with a drafter's weights."""
+    arrays = {name: torch.from_numpy(np.array(array, np.float32)) for name, array in drafter.arrays.items()}
+    bias = None if drafter.bias is None else torch.from_numpy(np.array(drafter.bias, np.float32))
+    return DrafterNetwork(drafter.shape, arrays, torch.from_numpy(np.array(drafter.head, np.float32)), bias)
 
 
 def with_drafter(bundle: Path, drafter: Drafter, rows: int = ROWS, **changes: Any) -> Path:

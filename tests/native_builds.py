@@ -3,14 +3,20 @@
 import contextlib
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from store import locked, store
+
+sys.path.append(str(Path(__file__).parents[1] / "packaging"))
+
+import tide_build
 
 ROOT = Path(__file__).parents[1]
 REQUIRED = os.environ.get("TIDE_REQUIRE_NVCC") == "1"  # CI: a missing compiler fails instead of skipping
@@ -114,6 +120,12 @@ class Builds:
         """Builds `target` of plugins/ by a preset of CMake; returns the folder of its files."""
         given = ["--preset", preset, f"-DTENSORRT_ROOT={tensorrt_root()}", *options]
         return self.make(preset, given, target) / "plugins"
+
+    def operators(self) -> Path:
+        """Builds the operators for ONNX Runtime as the package's, with what tests call of their kernels."""
+        flags = [*tide_build.OPERATOR_FLAGS, *tide_build.FLAGS, *shlex.split(os.environ.get("TIDE_CXXFLAGS", ""))]
+        options = ["-S", str(ROOT / "tests" / "operators"), f"-DTIDE_FLAGS={';'.join(flags)}"]
+        return self.make("operators", options) / "libtide_test_operators.so"
 
     def kernels(self) -> Path:
         """Builds the kernels and the plugins with nvcc, as for users but for few GPUs; returns the folder.

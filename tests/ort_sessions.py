@@ -11,26 +11,30 @@ import onnxruntime as ort
 from tide_export.runtime.native import LIBRARY
 
 
-def register_operators(options: ort.SessionOptions) -> None:
+def register_operators(options: ort.SessionOptions, library: Path = LIBRARY) -> None:
     """Adds the operators of the library."""
-    options.register_custom_ops_library(str(LIBRARY))
+    options.register_custom_ops_library(str(library))
 
 
 def opened(
-    model: bytes | onnx.ModelProto | ir.Model, profile: Path | None = None, threads: int = 0, operators: bool = True
+    model: bytes | onnx.ModelProto | ir.Model,
+    profile: Path | None = None,
+    threads: int = 0,
+    operators: bool = True,
+    library: Path = LIBRARY,
 ) -> ort.InferenceSession:
     """A session without messages.
 
     Args:
         profile: a folder for what `operators_of` reads.
         threads: 0: as many as the machine has.
-        operators: with those of the library; else functions in the model, where it has them, compute what they do.
+        operators: with those of `library`; else functions in the model, where it has them, compute what they do.
     """
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, threads
     options.enable_cpu_mem_arena = False  # in which a session would keep what its largest run took
     if operators:
-        register_operators(options)
+        register_operators(options, library)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile / "profile")
     proto = ir.to_proto(model) if isinstance(model, ir.Model) else model

@@ -62,7 +62,7 @@ std::int64_t scratch_floats(Attention const& attention, std::int64_t queries);
 // The kernel of an instruction set; without a name, the best for this CPU. Null if there is none, or not for this CPU.
 AttentionKernel const* attention_kernel(char const* name = nullptr);
 
-// Makes the operators use the kernel of an instruction set, in tests. False if there is none, or not for this CPU.
-bool use_attention_kernel(char const* name);
+// That which the operators use: the best for this CPU.
+AttentionKernel const& used_attention_kernel();
 
 }  // namespace tide_ops

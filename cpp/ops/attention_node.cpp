@@ -4,7 +4,6 @@
 // token's output does not depend on which tokens are computed at once. tide_export/lower/onnxruntime/paged_attention.py
 // says the same in standard operators.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -22,8 +21,6 @@ enum Input {
 
 constexpr std::int64_t kPartTokens = 16;         // rotated and stored by one thread at a time
 constexpr std::int64_t kFewNewFloats = 1 << 15;  // of new tokens; below, threads would cost more than they gain
-
-std::atomic<AttentionKernel const*> chosen{nullptr};
 
 class PagedAttention : public Node {
  public:
@@ -164,8 +161,7 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   a.sinks = static_cast<float const*>(inputs[kSinks].data);
   a.extent = distance_bias.rank > 0 ? distance_bias.dims[2] / a.heads : 0;
 
-  AttentionKernel const* const of_tests = chosen;
-  AttentionKernel const& kernel = of_tests == nullptr ? *attention_kernel() : *of_tests;
+  AttentionKernel const& kernel = used_attention_kernel();
   std::int64_t const rows = tokens * a.heads;
   float* const queries = run.scratch(rows * (a.width + 2), Run::kFirst);
   auto const queries_in = static_cast<float const*>(query.data);
@@ -207,11 +203,6 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
 
 std::unique_ptr<Node> attention_node(bool int8, Attributes const& attributes) {
   return std::make_unique<PagedAttention>(int8, attributes);
-}
-
-bool use_attention_kernel(char const* name) {
-  chosen = attention_kernel(name);
-  return chosen != nullptr;
 }
 
 }  // namespace tide_ops

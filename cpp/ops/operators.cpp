@@ -13,25 +13,19 @@ abi::Api api;
 
 namespace {
 
-// Those of this CPU; `all`: those that it lacks the instructions for, too. On such a CPU their functions run.
-std::vector<Operator const*> operators(bool all) {
+// Those that this CPU has the instructions for; of others their functions run.
+std::vector<Operator const*> operators() {
   static Operator const &candidate = *new Operator(candidate_operator(false)),
                         &lens_candidate = *new Operator(candidate_operator(true));
   std::vector<Operator const*> found{&candidate, &lens_candidate};
   for (bool const of_integers : {false, true}) {
-    if (of_integers && !all && integer_kernel() == nullptr) break;
+    if (of_integers && integer_kernel() == nullptr) break;
     for (Operator const* const op : node_operators(of_integers)) found.push_back(op);
   }
   return found;
 }
 
 }  // namespace
-
-std::string operator_names() {
-  std::string names;
-  for (Operator const* const op : operators(true)) names += std::string(op->GetName(op)) + ' ';
-  return names;
-}
 
 Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base) {
   static std::mutex mutex;
@@ -45,7 +39,7 @@ Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* bas
     }
     abi::Domain* made;
     TIDE_RETURN_IF_FAILED(api.CreateCustomOpDomain("tide", &made));
-    for (Operator const* const op : operators(false)) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, op));
+    for (Operator const* const op : operators()) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, op));
     domain = made;
   }
   return api.AddCustomOpDomain(options, domain);

@@ -1,7 +1,6 @@
 // The operators of domain "tide" that run on the CPU in ONNX Runtime.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "onnxruntime_abi.h"
@@ -13,8 +12,5 @@ std::vector<abi::Operator const*> node_operators(bool of_integers);
 
 // Adds them to the options (OrtSessionOptions) of a session; an OrtStatus, or null if that went well.
 abi::Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base);
-
-// All names, a blank after each: also of those that this CPU lacks the instructions for.
-std::string operator_names();
 
 }  // namespace tide_ops

@@ -51,7 +51,7 @@ struct RecurrenceKernel {
 // The kernel of an instruction set; without a name, the best for this CPU. Null if there is none, or not for this CPU.
 RecurrenceKernel const* recurrence_kernel(char const* name = nullptr);
 
-// Makes the operators use the kernel of an instruction set, in tests. False if there is none, or not for this CPU.
-bool use_recurrence_kernel(char const* name);
+// That which the operators use: the best for this CPU.
+RecurrenceKernel const& used_recurrence_kernel();
 
 }  // namespace tide_ops

@@ -7,7 +7,6 @@
 #include "recurrence.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -18,13 +17,6 @@ namespace {
 
 constexpr std::int64_t kChannels = 512;       // of a convolution, by one thread at a time
 constexpr std::int64_t kFewFloats = 1 << 15;  // that are read; below, threads would cost more than they gain
-
-std::atomic<RecurrenceKernel const*> chosen_recurrence{nullptr};
-
-RecurrenceKernel const& used_kernel() {
-  RecurrenceKernel const* const of_tests = chosen_recurrence;
-  return of_tests == nullptr ? *recurrence_kernel() : *of_tests;
-}
 
 // The new tokens of sequences, from inputs places [R, 2], lengths [R] and starts [R + 1], which one sequence needs not.
 struct Runs {
@@ -116,7 +108,7 @@ class CausalConv : public Node {
                       : position < first ? ring + position % kept * channels
                                          : own + (position - first) * channels;
         }
-        used_kernel().convolve(rows, filters, bias, taps, channels, begin, end, silu, output + token * channels);
+        used_recurrence_kernel().convolve(rows, filters, bias, taps, channels, begin, end, silu, output + token * channels);
       }
       for (std::int64_t token = std::max<std::int64_t>(runs.tokens(i) - kept, 0); token < runs.tokens(i); ++token) {
         std::memcpy(ring + (first + token) % kept * channels + begin, own + token * channels + begin,
@@ -229,7 +221,7 @@ class RecurrenceNode : public Node {
     TIDE_RETURN_IF_FAILED(operands.output(0, value.dims, 4, &made));
     TIDE_RETURN_IF_FAILED(new_states_of(operands, 1, states, &all_states));
     TIDE_RETURN_IF_FAILED(new_states_of(operands, 2, log, &logs));
-    Recurrence const all{used_kernel(), shape, runs, heads, key_heads, log.dims[1], width, data_of(in[kQuery]),
+    Recurrence const all{used_recurrence_kernel(), shape, runs, heads, key_heads, log.dims[1], width, data_of(in[kQuery]),
                          data_of(key), data_of(value), data_of(decay), data_of(in[kBeta]), all_states, logs,
                          static_cast<float*>(made)};
     for (std::int64_t i = 0; i < runs.count; ++i) {
@@ -262,10 +254,5 @@ class RecurrenceNode : public Node {
 std::unique_ptr<Node> causal_conv_node(Attributes const& attributes) { return std::make_unique<CausalConv>(attributes); }
 
 std::unique_ptr<Node> recurrence_node() { return std::make_unique<RecurrenceNode>(); }
-
-bool use_recurrence_kernel(char const* name) {
-  chosen_recurrence = recurrence_kernel(name);
-  return chosen_recurrence != nullptr;
-}
 
 }  // namespace tide_ops

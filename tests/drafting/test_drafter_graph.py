@@ -8,12 +8,12 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from drafters import random_drafter
+from drafters import network_of, random_drafter
 from ort_sessions import session_options
 
 from tide_export.compose.drafter import EMBEDDINGS, compose_drafter
 from tide_export.drafting.files import QUANTIZATION, quantized
-from tide_export.drafting.network import Cache, DrafterNetwork
+from tide_export.drafting.network import Cache
 from tide_export.drafting.pieces import pieces_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.drafter import drafter_for_tensorrt
@@ -54,7 +54,7 @@ def test_rows_of_several_sequences_equal_the_reference(bits: int, bias: bool, tm
     file = tmp_path / "drafter.onnx"
     ir.save(model, file)
     session = onnxruntime.InferenceSession(str(file), session_options(), providers=["CPUExecutionProvider"])
-    reference, generator = DrafterNetwork.from_drafter(drafter), np.random.default_rng(5)
+    reference, generator = network_of(drafter), np.random.default_rng(5)
     pages = {
         kind: np.zeros((8, drafter.shape.kv_heads, PAGE_TOKENS, HEAD_DIM), np.float32) for kind in ("key", "value")
     }
@@ -98,7 +98,7 @@ def test_the_network_beside_the_segments_equals_the_reference(weights: str, tmp_
     file, capacity, rtol = tmp_path / "drafter.onnx", 48, 0.02 if weights == "fp16" else 1e-5
     ir.save(drafter_for_tensorrt(pieces_of(drafter, capacity), weights), file)
     session = onnxruntime.InferenceSession(str(file), session_options(), providers=["CPUExecutionProvider"])
-    reference, generator = DrafterNetwork.from_drafter(drafter), np.random.default_rng(5)
+    reference, generator = network_of(drafter), np.random.default_rng(5)
     buffers = {kind: np.zeros((3, drafter.shape.kv_heads, capacity, HEAD_DIM), dtype) for kind in ("key", "value")}
     caches: list[Cache | None] = [None] * 3
     for first, counts in [(0, (7, 20, 1)), (1, (2, 1)), (0, (1,)), (0, (5, 0, 3)), (2, (1,))]:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from drafters import network_of
 
 from tide_export.drafting.network import DrafterNetwork
 from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Drafter, Shape
@@ -78,7 +79,7 @@ class PlainDrafter:
 @pytest.mark.parametrize(("state", "embedding", "bias"), [(192, 48, True), (40, 40, False), (512, 64, False)])
 def test_training_sees_what_step_by_step_drafting_gives(state: int, embedding: int, bias: bool) -> None:
     drafter = some_drafter(Shape.of(state, embedding), bias=bias)
-    network, plain = DrafterNetwork.from_drafter(drafter), PlainDrafter(drafter)
+    network, plain = network_of(drafter), PlainDrafter(drafter)
     generator = torch.Generator().manual_seed(1)
     embeddings = torch.randn(LENGTH + 1, embedding, generator=generator)
     states = torch.randn(LENGTH, state, generator=generator) * 4 + 1
@@ -103,7 +104,7 @@ def test_training_sees_what_step_by_step_drafting_gives(state: int, embedding: i
 
 def test_rows_at_once_are_rows_one_by_one() -> None:
     drafter = some_drafter(Shape.of(192, 48))
-    network = DrafterNetwork.from_drafter(drafter)
+    network = network_of(drafter)
     embeddings, states = torch.randn(LENGTH, 48), torch.randn(LENGTH, 192)
     whole = network.rows(embeddings, states)
     head = network.rows(embeddings[:4], states[:4])
@@ -117,7 +118,7 @@ def test_rows_at_once_are_rows_one_by_one() -> None:
 
 def test_arrays_survive() -> None:
     drafter = some_drafter(Shape.of(192, 48))
-    arrays = DrafterNetwork.from_drafter(drafter).to_arrays()
+    arrays = network_of(drafter).to_arrays()
     assert arrays.keys() == drafter.arrays.keys()
     assert all(np.array_equal(arrays[name], drafter.arrays[name]) for name in arrays)
 

@@ -1,7 +1,8 @@
 """Attention nodes over pages, and random runs of them: pages in any order, and NaN in all that no token has filled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,7 @@ from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV
 from tide_export.graph.rewriting import FLOAT, INT32, INT64, typed_value
 from tide_export.lower.onnxruntime.paged_attention import INPUTS, OUTPUTS, Form
 from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
+from tide_export.runtime.native import LIBRARY
 
 LONGEST = 1100  # rows of the tables
 TYPES = {"page_table": INT32, "lengths": INT64, "starts": INT64}
@@ -38,6 +40,7 @@ class Node:
     window: int = -1
     softcap: float = 0.0
     scale: float = 0.0
+    library: Path = field(default=LIBRARY, repr=False)  # with the operator
 
     @property
     def kv_cache(self) -> str:
@@ -84,7 +87,7 @@ def session(node: Node, names: tuple[str, ...], threads: int = 1) -> ort.Inferen
     inputs, op_type = [values.get(name) for name in INPUTS], OP_PAGED_ATTENTION[node.kv_cache]
     nodes = [ir.node(op_type, inputs, attributes=attributes, domain=DOMAIN, outputs=outputs)]
     graph = ir.Graph(list(values.values()), outputs, nodes=nodes, opset_imports={"": 23, DOMAIN: 1}, name="one")
-    return opened(ir.Model(graph, ir_version=11), threads=threads)
+    return opened(ir.Model(graph, ir_version=11), threads=threads, library=node.library)
 
 
 def run(node: Node, inputs: Arrays, threads: int = 1) -> list[np.ndarray]:

@@ -266,7 +266,7 @@ def test_what_it_cannot_read_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "baseline"])
 @pytest.mark.parametrize("size", [1, 5, 16, 67, 576])
 @pytest.mark.parametrize("layer_norm", [False, True], ids=["rms", "layer"])
-def test_a_norm(operator_library: Path, instruction_set: str, size: int, layer_norm: bool) -> None:
+def test_a_norm(kernels: Path, instruction_set: str, size: int, layer_norm: bool) -> None:
     rng = np.random.default_rng(size)
     x, skip, scale, bias = rng.standard_normal((4, size), dtype=np.float32) + 0.5
     total = x + skip
@@ -275,7 +275,7 @@ def test_a_norm(operator_library: Path, instruction_set: str, size: int, layer_n
     y, written = np.zeros(size, np.float32), np.zeros(size, np.float32)
     given = (x, skip, scale, bias if layer_norm else None, written, y)
     pointers = [None if array is None else ctypes.c_void_p(array.ctypes.data) for array in given]
-    kernel = ctypes.CDLL(str(operator_library)).tide_ops_norm
+    kernel = ctypes.CDLL(str(kernels)).norm
     if kernel(instruction_set.encode(), int(layer_norm), ctypes.c_int64(size), *pointers):
         pytest.skip(f"this CPU has no {instruction_set}")
     np.testing.assert_array_equal(written, total)

@@ -25,12 +25,12 @@ LARGEST = 140  # new tokens of a random run: the function reads all pages for ea
 
 
 @pytest.fixture
-def instruction_set(request: pytest.FixtureRequest, operator_library: Path) -> Iterator[str]:
-    """Every one that this CPU has."""
-    use = ctypes.CDLL(str(operator_library)).tide_ops_use_attention
+def library(request: pytest.FixtureRequest, kernels: Path) -> Iterator[Path]:
+    """Operators that use an instruction set."""
+    use = ctypes.CDLL(str(kernels)).use_attention
     if use(request.param.encode()):
         pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
+    yield kernels
     assert use(None) == 0
 
 
@@ -124,9 +124,10 @@ def mixed(node: Node) -> tuple[list[Text], Arrays, np.ndarray]:
     return sequences, inputs_of(node, sequences, COUNTS, 16), attended
 
 
-@pytest.mark.parametrize("instruction_set", SETS, indirect=True)  # the next node after all of them: `mixed` holds one
+@pytest.mark.parametrize("library", SETS, indirect=True)  # the next node after all of them: `mixed` holds one
 @pytest.mark.parametrize("node", [replace(node, int8=int8) for node in NODES for int8 in (False, True)], ids=str)
-def test_an_output_does_not_depend_on_what_else_is_in_the_run(node: Node, instruction_set: str) -> None:
+def test_an_output_does_not_depend_on_what_else_is_in_the_run(node: Node, library: Path) -> None:
+    node = replace(node, library=library)
     sequences, inputs, attended = mixed(node)
     together, *_ = run(node, inputs, threads=2)
     np.testing.assert_allclose(together, attended, rtol=2e-5, atol=2e-5)

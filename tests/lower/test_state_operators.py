@@ -4,6 +4,7 @@ sequences, with tokens that are taken back, and runs that are run again."""
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -82,7 +83,7 @@ CASES = {
 class Network:
     """One node as a model, with the states of all sequences."""
 
-    def __init__(self, case: Case, library: bool) -> None:
+    def __init__(self, case: Case, library: bool, operators: Path = LIBRARY) -> None:
         values = {name: typed_value(name, FLOAT, [1, "N", *shape]) for name, shape in case.tokens.items()}
         inputs = list(values.values())
         if case.op_type == OP_CAUSAL_CONV:
@@ -110,7 +111,7 @@ class Network:
         )
         model = ir.Model(graph, ir_version=10)
         StateFunctionsPass()(model)
-        self.session = opened(model, threads=1, operators=library)
+        self.session = opened(model, threads=1, operators=library, library=operators)
         rng = np.random.default_rng(0)  # what other sequences left
         self.states = {
             str(states[one.layer, one.number].name): rng.standard_normal((PLACES, *one.shape)).astype(np.float32)
@@ -197,23 +198,24 @@ def _close(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.fixture(params=["avx512", "avx2", "baseline"])
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    use = ctypes.CDLL(str(LIBRARY)).tide_ops_use_recurrence
+def operators(request: pytest.FixtureRequest, kernels: Path) -> Iterator[Path]:
+    """Those that use an instruction set."""
+    use = ctypes.CDLL(str(kernels)).use_recurrence
     if use(request.param.encode()) != 0:
         pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
+    yield kernels
     use(None)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_instruction_set(name: str, instruction_set: str) -> None:
+def test_every_instruction_set(name: str, operators: Path) -> None:
     """A text in two runs: the outputs are NumPy's, and those of one run, bit for bit."""
     case, rng = CASES[name], np.random.default_rng(5)
     text = case.text(rng)
     weights = {"weights": rng.standard_normal((TAPS, CHANNELS)).astype(np.float32)}
     weights |= {"bias": rng.standard_normal(CHANNELS).astype(np.float32)} if case.bias else {}
     weights = weights if case.op_type == OP_CAUSAL_CONV else {}
-    network, whole = Network(case, library=True), Network(case, library=True)
+    network, whole = (Network(case, library=True, operators=operators) for _ in range(2))
     found = [
         network.run(weights | run_of(case, [(text, 2, before, count, before)]))[0]
         for before, count in ((0, 70), (70, 1), (71, TOKENS - 71))

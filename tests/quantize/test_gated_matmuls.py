@@ -33,24 +33,24 @@ HALVES = {name: weights for weights, name in OP_HALF_MATMUL.items()}
 
 @pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "baseline"])
 @pytest.mark.parametrize("count", [1, 5, 16, 67])
-def test_a_kernel(operator_library: Path, instruction_set: str, count: int) -> None:
+def test_a_kernel(kernels: Path, instruction_set: str, count: int) -> None:
     rng = np.random.default_rng(count)
     gates = np.resize(np.array([-1000, -88, -40, -1, -1e-6, 0, 1e-6, 3, 88, 1000], np.float32), 4 * count)
     gates[: 2 * count] = 5 * rng.standard_normal(2 * count)
     ups = rng.standard_normal(4 * count, dtype=np.float32)
     with np.errstate(over="ignore"):
         exact = ups * (gates / (1 + np.exp(-gates.astype(np.float64))))
-    whole = gated(operator_library, instruction_set, gates, ups)
+    whole = gated(kernels, instruction_set, gates, ups)
     np.testing.assert_allclose(whole, exact, rtol=2e-6, atol=1e-30)
-    parts = [gated(operator_library, instruction_set, gates[i : i + count], ups[i : i + count])
+    parts = [gated(kernels, instruction_set, gates[i : i + count], ups[i : i + count])
              for i in range(0, 4 * count, count)]  # fmt: skip
     np.testing.assert_array_equal(np.concatenate(parts), whole)  # whatever its place in a vector
 
 
-def test_numbers_that_are_none(operator_library: Path) -> None:
+def test_numbers_that_are_none(kernels: Path) -> None:
     gates = np.array([np.nan, 1, np.inf, -np.inf, 2], np.float32)
     ups = np.array([1, np.nan, 2, 2, np.inf], np.float32)
-    y = gated(operator_library, "baseline", gates, ups)
+    y = gated(kernels, "baseline", gates, ups)
     np.testing.assert_array_equal(y, np.array([np.nan, np.nan, np.inf, np.nan, np.inf], np.float32))
 
 
@@ -59,7 +59,7 @@ def gated(library: Path, instruction_set: str, gates: np.ndarray, ups: np.ndarra
     gates, y = gates.copy(), ups.copy()
     arrays = (ctypes.c_void_p(array.ctypes.data) for array in (gates, y))
     pointer, count = next(arrays), ctypes.c_int64(len(y))
-    if ctypes.CDLL(str(library)).tide_ops_elementwise(instruction_set.encode(), 0, pointer, count, next(arrays)):
+    if ctypes.CDLL(str(library)).elementwise(instruction_set.encode(), 0, pointer, count, next(arrays)):
         pytest.skip(f"this CPU has no {instruction_set}")
     return y
 

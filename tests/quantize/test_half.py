@@ -61,7 +61,7 @@ def product(library: Path, instruction_set: str, x: np.ndarray, numbers: np.ndar
     sizes = (ctypes.c_int64(size) for size in (*y.shape, x.shape[1]))
     arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, numbers))
     formats = [HALF[weights].numpy() for weights in OP_HALF_MATMUL]
-    kernel = ctypes.CDLL(str(library)).tide_ops_half_matmul
+    kernel = ctypes.CDLL(str(library)).half_matmul
     if kernel(instruction_set.encode(), formats.index(numbers.dtype), *arrays, *sizes, ctypes.c_void_p(y.ctypes.data)):
         pytest.skip(f"this CPU has no {instruction_set}")
     return y
@@ -70,14 +70,14 @@ def product(library: Path, instruction_set: str, x: np.ndarray, numbers: np.ndar
 @pytest.mark.parametrize("weights", OP_HALF_MATMUL)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize(("n_size", "k_size"), [(1, 1), (7, 31), (5, 64), (9, 200), (64, 576)])
-def test_a_kernel(operator_library: Path, instruction_set: str, n_size: int, k_size: int, weights: str) -> None:
+def test_a_kernel(kernels: Path, instruction_set: str, n_size: int, k_size: int, weights: str) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((19, k_size), dtype=np.float32)
     numbers = stored(rng.standard_normal((n_size, k_size), dtype=np.float32), weights)
     exact = x.astype(np.float64) @ numbers.T.astype(np.float64)
     rows: dict[int, np.ndarray] = {}
     for m_size in (*range(1, 15), 19):
-        y = product(operator_library, instruction_set, x[:m_size], numbers)
+        y = product(kernels, instruction_set, x[:m_size], numbers)
         np.testing.assert_allclose(y, exact[:m_size], rtol=1e-5, atol=1e-6 * k_size)
         rows[m_size] = y
     for m_size, y in rows.items():  # not even rounding depends on how many rows there are
@@ -87,16 +87,14 @@ def test_a_kernel(operator_library: Path, instruction_set: str, n_size: int, k_s
 
 @pytest.mark.parametrize("weights", OP_HALF_MATMUL)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-def test_every_number_is_widened_exactly(operator_library: Path, instruction_set: str, weights: str) -> None:
+def test_every_number_is_widened_exactly(kernels: Path, instruction_set: str, weights: str) -> None:
     numbers = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(HALF[weights].numpy())
     with np.errstate(invalid="ignore"):
         values = numbers.astype(np.float32)
     one = np.ones((1, 1), np.float32)  # infinities and NaN too
-    np.testing.assert_array_equal(
-        product(operator_library, instruction_set, one, numbers.reshape(-1, 1)), values[np.newaxis]
-    )
+    np.testing.assert_array_equal(product(kernels, instruction_set, one, numbers.reshape(-1, 1)), values[np.newaxis])
     finite = numbers[np.isfinite(values)].reshape(-1, 64)
-    picked = product(operator_library, instruction_set, np.eye(64, dtype=np.float32), finite)
+    picked = product(kernels, instruction_set, np.eye(64, dtype=np.float32), finite)
     np.testing.assert_array_equal(picked, finite.T.astype(np.float32))
 
 

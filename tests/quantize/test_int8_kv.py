@@ -98,7 +98,7 @@ def test_what_cannot_hold_int8_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def bundle(operator_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with K/V in int8."""
     source, folder = build("llama"), tmp_path_factory.mktemp("int8") / "bundle"
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)

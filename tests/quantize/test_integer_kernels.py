@@ -30,7 +30,7 @@ def product(
     arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, integers, scales))
     sizes = (ctypes.c_int64(size) for size in (len(x), rows, x.shape[1], block_bytes * 8 // FORMATS[kind]))
     assert x.shape[1] == blocks * block_bytes * 8 // FORMATS[kind]
-    kernel = ctypes.CDLL(str(library)).tide_ops_integer_matmul
+    kernel = ctypes.CDLL(str(library)).integer_matmul
     if kernel(instruction_set.encode(), list(FORMATS).index(kind), *arrays, *sizes, ctypes.c_void_p(y.ctypes.data)):
         pytest.skip(f"this CPU has no {instruction_set}")
     return y
@@ -70,9 +70,7 @@ def rounded(x: np.ndarray, block_size: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("instruction_set", ["vnni", "avx2"])
 @pytest.mark.parametrize(("rows", "columns", "block_size"), SIZES)
-def test_a_kernel(
-    operator_library: Path, instruction_set: str, rows: int, columns: int, block_size: int, kind: str
-) -> None:
+def test_a_kernel(kernels: Path, instruction_set: str, rows: int, columns: int, block_size: int, kind: str) -> None:
     x = np.random.default_rng(0).standard_normal((19, columns), dtype=np.float32)
     x[1] = 3  # all at the largest integer, with the largest weights
     x[2] = -3
@@ -81,30 +79,30 @@ def test_a_kernel(
     weights = values(kind, integers, scales)
     exact = np.einsum("mbk,nbk->mn", rounded(x, block_size), weights)
     size = np.einsum("mbk,nbk->mn", np.abs(rounded(x, block_size)), np.abs(weights))  # of what is added up
-    whole = product(operator_library, instruction_set, kind, x, integers, scales)
+    whole = product(kernels, instruction_set, kind, x, integers, scales)
     assert (np.abs(whole - exact) <= 2e-6 * size).all()
     for count in (*range(1, 14), 18):  # not even rounding depends on how many rows there are
-        some = product(operator_library, instruction_set, kind, x[:count], integers, scales)
+        some = product(kernels, instruction_set, kind, x[:count], integers, scales)
         np.testing.assert_array_equal(some, whole[:count])
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_both_give_the_same_bits(operator_library: Path, kind: str) -> None:
+def test_both_give_the_same_bits(kernels: Path, kind: str) -> None:
     x = np.random.default_rng(2).standard_normal((7, 960), dtype=np.float32)
     x[0] *= np.exp2(np.arange(960, dtype=np.float32) % 40 - 20)
     integers, scales = stored(kind, 70, 960, 32)
-    results = [product(operator_library, name, kind, x, integers, scales) for name in ("vnni", "avx2")]
+    results = [product(kernels, name, kind, x, integers, scales) for name in ("vnni", "avx2")]
     np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.parametrize("instruction_set", ["vnni", "avx2"])
-def test_numbers_that_are_not_finite_make_nan(operator_library: Path, instruction_set: str) -> None:
+def test_numbers_that_are_not_finite_make_nan(kernels: Path, instruction_set: str) -> None:
     integers, scales = stored("int4", 33, 64, 32)
     for place in range(0, 64, 7):  # wherever in a vector
         for number in (np.nan, np.inf, -np.inf):
             x = np.ones((2, 64), np.float32)
             x[1, place] = number
-            y = product(operator_library, instruction_set, "int4", x, integers, scales)
+            y = product(kernels, instruction_set, "int4", x, integers, scales)
             assert np.isfinite(y[0]).all()
             assert np.isnan(y[1]).all()
 

@@ -55,7 +55,7 @@ def test_the_generator_is_philox() -> None:
 
 @pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "baseline"])
 @pytest.mark.parametrize("count", [1, 64, 67, 200])
-def test_a_kernel(operator_library: Path, instruction_set: str, count: int) -> None:
+def test_a_kernel(kernels: Path, instruction_set: str, count: int) -> None:
     """Of scans of logits: the largest of each block of 64, the sum of weights, and which words of Philox are large."""
     random = np.random.default_rng(count)
     logits = 4 * random.standard_normal(count, dtype=np.float32)
@@ -63,7 +63,7 @@ def test_a_kernel(operator_library: Path, instruction_set: str, count: int) -> N
     maxima, total, found = np.zeros(4, np.float32), c_double(), c_uint64()
     key, position, least = (7, 2**32 - 1), (5, 1), 0xC0000000
     arrays = [(c_uint32 * 2)(*pair) for pair in (key, position)]
-    scan = CDLL(str(operator_library)).tide_ops_logits
+    scan = CDLL(str(kernels)).logits
     pointers = [c_void_p(logits.ctypes.data), c_int64(count), c_float(0.7), c_void_p(maxima.ctypes.data)]
     given = [*pointers, byref(total), *arrays, c_uint32(100), c_uint32(least), byref(found)]
     status = scan(instruction_set.encode(), *given)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Drafter, Shape
+from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Shape
 
 MATRIX_GAIN = 0.7  # initial standard deviation of a matrix, times the root of its inputs
 RESIDUAL_GAIN = 0.3  # further factor for matrices that write to the residual stream
@@ -88,13 +88,6 @@ class DrafterNetwork(nn.Module):
                 self.register_parameter(name, nn.Parameter(array))
         self.register_buffer("head", head.float(), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
-
-    @classmethod
-    def from_drafter(cls, drafter: Drafter) -> "DrafterNetwork":
-        """Returns the network of a trained drafter."""
-        arrays = {name: torch.from_numpy(np.array(array, np.float32)) for name, array in drafter.arrays.items()}
-        bias = None if drafter.bias is None else torch.from_numpy(np.array(drafter.bias, np.float32))
-        return cls(drafter.shape, arrays, torch.from_numpy(np.array(drafter.head, np.float32)), bias)
 
     @classmethod
     def untrained(

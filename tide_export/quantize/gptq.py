@@ -127,7 +127,7 @@ def quantize_layer(
             _run(layer, number, text)
     quantized = {}
     for module, matrix in linear.items():
-        quantized[matrix.name] = blocks = _solve(gptq, solvers[module], matrix, settings, rounding)
+        quantized[matrix.name] = blocks = _solve(solvers[module], matrix, settings, rounding)
         matrix.write(blocks.values())
     for text in texts:
         text.states = _run(layer, number, text)
@@ -152,7 +152,7 @@ def _hessians(solvers: Mapping[nn.Module, Any]) -> Iterator[None]:
         yield
 
 
-def _solve(gptq: Any, solver: Any, matrix: Matrix, settings: Quantization, rounding: Rounding) -> Blocks:
+def _solve(solver: Any, matrix: Matrix, settings: Quantization, rounding: Rounding) -> Blocks:
     if not bool(torch.isfinite(solver.H).all()) or not solver.nsamples:
         raise CalibrationError(f"the text does not reach {matrix.name}, or overflows there: give other text")
     solver.quantizer = _Grid(settings, rounding)

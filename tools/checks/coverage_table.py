@@ -2,9 +2,10 @@
 
     python tools/checks/coverage_table.py CHECKOUT [--write PAGE]
 
-Reads CHECKOUT/coverage.json, of coverage.py, and what gcov says of the object files in CHECKOUT/build, that were
-compiled with --coverage. A line of C++ counts once, and so do the two ways of each condition in it, however often
-templates, inlining and instruction sets repeat it; branches of other lines are of exceptions and destructors.
+Reads CHECKOUT/coverage.json, of coverage.py, and what gcov says of the object files in CHECKOUT/build, and of the
+tests' operators in its test store, that were compiled with --coverage. A line of C++ counts once, and so do the two
+ways of each condition in it, however often templates, inlining and instruction sets repeat it; branches of other lines
+are of exceptions and destructors.
 """
 
 import argparse
@@ -73,7 +74,8 @@ def _positive(counts: Counter[Any]) -> int:
 
 def _gcov_lines(checkout: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields files below `checkout` and lines in them, a line once for each function that has it."""
-    for notes in sorted((checkout / "build").rglob("*.gcno")):
+    store = checkout / "out" / "test-store" / "native"
+    for notes in sorted([*(checkout / "build").rglob("*.gcno"), *store.glob("*/operators/**/*.gcno")]):
         command = ["gcov", "--json-format", "--stdout", "--branch-probabilities", str(notes)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         for document in map(json.loads, done.stdout.splitlines()):
