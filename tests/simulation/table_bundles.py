@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tide_export.bundle.drafter_field import DrafterInfo
-from tide_export.bundle.manifest import EXACT, Manifest
+from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.model_info import LoraInfo, LoraTarget, ModelInfo, StateInfo
 from tide_export.bundle.store import write_manifest
 
@@ -51,7 +51,6 @@ def write_bundle(folder: Path, recurrent: bool) -> None:
         thresholds=(0.8,) * (SEGMENTS - 1),
         min_layers=0,
         max_pending=8,
-        kv_cache_strategy=EXACT,
         weights="fp32",
         targets=("onnxruntime",),
         opset=23,
