@@ -1,7 +1,6 @@
 """The options of every `tide-export` command, and their help.
 
-An option's destination is the name of a function's parameter. An option that is not given is None, so that the default
-of the function, the recipe or the bundle applies.
+Destinations are parameters of functions. What is not given is None: the function's, recipe's or bundle's default applies.
 """
 
 import argparse

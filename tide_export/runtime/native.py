@@ -362,10 +362,7 @@ def _free(free: Any, handle: c_void_p, needed: tuple[Any, ...]) -> None:
 
 
 def _leave(opened: ctypes.CDLL) -> None:
-    """Makes calls of daemon threads that run something wait for ever.
-
-    What such threads may read is freed no more.
-    """
+    """Makes threads that run something wait for ever; what they may read is freed no more."""
     left = bool(opened.tide_leave(LEAVING_SECONDS))
     _alone.append(left and threading.active_count() == 1)
 
