@@ -1,6 +1,6 @@
 """The options of every `tide-export` command, and their help.
 
-Destinations are parameters of functions. What is not given is None: the function's, recipe's or bundle's default applies.
+Destinations are parameters of functions. What is not given is None: the default of function, recipe or bundle holds.
 """
 
 import argparse
