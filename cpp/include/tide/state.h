@@ -59,8 +59,8 @@ class State {
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t logits_to_keep = 1, bool full = false);
   StepResult step(std::vector<std::int64_t> const& ids, std::int64_t logits_to_keep = 1, bool full = false);
 
-  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, or
-  // its recurrent states at `length` are not kept: they are at a step's last 32 tokens, and before a step of at most 32.
+  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, or its recurrent states at
+  // `length` are not kept: they are at a step's last 32 tokens, and before a step of at most 32.
   void rewind(std::int64_t length);
 
   // Sets other thresholds, one per checkpoint, from the next step on; pending tokens stay pending. Throws
