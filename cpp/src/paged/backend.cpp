@@ -126,8 +126,7 @@ std::unique_ptr<Batch> PagedBackend::start_batch(double compaction_threshold, st
   std::shared_ptr<BatchSessions> sessions = batch_networks_.sessions();
   slots = std::min(slots, max_batch_size());
   return or_generation_error("cannot start a batch", [&] {
-    return std::make_unique<PagedBatch>(std::move(sessions), session_, manifest(), pool_, adapters_, compaction_threshold,
-                                        slots);
+    return std::make_unique<PagedBatch>(std::move(sessions), manifest(), pool_, adapters_, compaction_threshold, slots);
   });
 }
 

@@ -1,4 +1,4 @@
-// Runs ONNX Runtime on the CPU: the step graph for one sequence, the batch networks for several, and the pool of their K/V.
+// Runs ONNX Runtime on the CPU: the step graph for a stream, the batch networks for lists and schedulers, and the pool of K/V.
 #pragma once
 
 #include "onnxruntime/session.h"

@@ -9,15 +9,14 @@
 
 namespace tide {
 
-PagedBatch::PagedBatch(std::shared_ptr<BatchSessions> sessions, Ort::Session& graph, Manifest const& manifest,
-                       PagePool& pool, Adapters const& adapters, double compaction_threshold, std::size_t slots)
+PagedBatch::PagedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, PagePool& pool,
+                       Adapters const& adapters, double compaction_threshold, std::size_t slots)
     : sessions_(std::move(sessions)),
       manifest_(manifest),
       pool_(pool),
       compaction_threshold_(compaction_threshold),
       depths_(manifest.depths()),
       hidden_size_(static_cast<std::size_t>(manifest.model.hidden_size)),
-      graph_(graph, manifest, pool, adapters),
       sequences_(slots) {
   for (std::size_t slot = slots; slot > 0; --slot) free_.push_back(slot - 1);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
@@ -39,22 +38,7 @@ void PagedBatch::leave(std::size_t slot) noexcept {
 }
 
 std::vector<StepResult> PagedBatch::step(std::vector<SlotRequest> const& requests) {
-  return or_generation_error("the step failed", [&] {
-    if (requests.size() != 1 || !runs_alone(requests[0])) return run_step(requests);
-    std::vector<StepResult> results(1);  // nothing may fail after the step
-    StepRequest const& request = requests[0].request;
-    results[0] = graph_.step(*sequences_[requests[0].slot], request.ids.data(), request.ids.size(),
-                             request.logits_to_keep, request.full);
-    return results;
-  });
-}
-
-// The step graph returns the logits of a sequence's exit even where the last segment had to run.
-bool PagedBatch::runs_alone(SlotRequest const& request) const {
-  PagedSequence const& sequence = *sequences_[request.slot];
-  bool const has_limit = sequence.rule.max_pending != kNoLimit;
-  if (sequence.exit_state) return false;  // of which the graph gives none
-  return !request.verifies || request.request.full || !has_limit;
+  return or_generation_error("the step failed", [&] { return run_step(requests); });
 }
 
 std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& requests) {

@@ -7,7 +7,6 @@
 
 #include "paged/run.h"
 #include "paged/paged_sequence.h"
-#include "paged/step_graph.h"
 #include "sequence.h"
 #include "tide/state.h"
 
@@ -18,9 +17,8 @@ class PagedBatch final : public Batch {
  public:
   // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
   //     pending tokens run it.
-  // graph: the step graph, on which one sequence runs faster than on `sessions`.
-  PagedBatch(std::shared_ptr<BatchSessions> sessions, Ort::Session& graph, Manifest const& manifest, PagePool& pool,
-             Adapters const& adapters, double compaction_threshold, std::size_t slots);
+  PagedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, PagePool& pool, Adapters const& adapters,
+             double compaction_threshold, std::size_t slots);
 
   std::size_t free_slots() const override { return free_.size(); }
   std::int64_t max_tokens() const override { return pool_.max_tokens(); }
@@ -50,7 +48,6 @@ class PagedBatch final : public Batch {
   };
   using Steps = std::vector<SlotStep*>;
 
-  bool runs_alone(SlotRequest const& request) const;
   std::vector<StepResult> run_step(std::vector<SlotRequest> const& requests);
   std::vector<SlotStep> begin(std::vector<SlotRequest> const& requests);
   Steps still_active(Steps const& ran, std::size_t k) const;
@@ -73,7 +70,6 @@ class PagedBatch final : public Batch {
   double const compaction_threshold_;
   std::vector<std::int64_t> const depths_;
   std::size_t const hidden_size_;
-  StepGraph graph_;
   std::vector<std::unique_ptr<NetworkRun>> segments_;
   std::vector<std::unique_ptr<PagedSequence>> sequences_;   // by slot
   std::vector<std::size_t> free_;                           // slots; the next is the last
