@@ -46,6 +46,8 @@ PageBindings::PageBindings(Ort::IoBinding& binding, Manifest const& manifest, Pa
 }
 
 void PageBindings::clear() {
+  if (!whole_) bound_ = 0;  // what was added last may have moved the memory that is bound, without a `bind` after it
+  whole_ = false;
   lengths_.clear();
   places_.clear();
   adapters_.clear();
@@ -91,6 +93,7 @@ void PageBindings::bind() {
     std::copy(sequence->pages().begin(), sequence->pages().end(), row);
     row += static_cast<std::ptrdiff_t>(width_);
   }
+  whole_ = true;
 }
 
 NetworkRun::NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool,

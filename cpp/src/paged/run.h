@@ -46,6 +46,7 @@ class PageBindings {
   std::vector<std::int64_t> places_;  // of states, and tokens that are settled
   std::vector<std::int64_t> adapters_;
   std::size_t bound_ = 0, width_ = 0;  // sequences and pages of each that are bound
+  bool whole_ = false;                 // whether `bind` has ended since `clear`
 };
 
 class NetworkRun {
