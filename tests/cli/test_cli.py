@@ -18,7 +18,6 @@ from tide_export.cli.fields import OWN_OPTIONS
 from tide_export.cli.main import COMMANDS, _config, main
 from tide_export.cli.options import build_parser, config_flag
 from tide_export.engines.rebuild import rebuild
-from tide_export.errors import ConfigError
 from tide_export.pipeline.request import ExportRequest
 from tide_export.tuning.request import REQUESTS
 
@@ -163,29 +162,6 @@ def test_bad_input_writes_nothing(capsys, tmp_path, monkeypatch, command, model,
         options += ["--dataset", str(empty)]
     assert says in refused(capsys, command, model, "-o", "result", *options)
     assert sorted(tmp_path.iterdir()) == [empty]
-
-
-def test_tides_strategy_for_kv_may_be_exact_alone(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    gone = "propagate is gone, because exact K/V agree with full depth on 2 to 5 points more tokens and are as fast"
-    recipe, output = tmp_path / "recipe.toml", ["-o", str(tmp_path / "x")]
-    for command in ("calibrate", "export"):
-        config = _config(build_parser().parse_args([command, MODEL, *output, "--kv-cache-strategy", "exact"]))
-        assert config == TideConfig(kv_cache_strategy="exact") == TideConfig()
-        line = refused(capsys, command, MODEL, *output, "--kv-cache-strategy", "propagate")
-        assert f"error: option kv_cache_strategy: {gone}: omit the option, or give exact" in line
-        assert "must be exact (got 'some')" in refused(capsys, command, MODEL, *output, "--kv-cache-strategy", "some")
-        recipe.write_text('kv_cache_strategy = "propagate"\n')
-        assert f"recipe.toml: option kv_cache_strategy: {gone}" in refused(
-            capsys, command, MODEL, *output, "--recipe", recipe
-        )
-        recipe.write_text('kv_cache_strategy = "exact"\nseed = 3\n')
-        assert _config(build_parser().parse_args([command, MODEL, *output, "--recipe", str(recipe)])).seed == 3
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        assert "kv-cache-strategy" not in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=gone):
-        TideConfig(kv_cache_strategy="propagate")
 
 
 def test_a_recipe_is_read_and_its_mistakes_are_named(capsys, tmp_path):

@@ -6,9 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiers
+from command_line import refused
 
 from tide_export.bundle.opened import open_bundle
-from tide_export.cli.main import main
+from tide_export.calibration.config import TideConfig
+from tide_export.cli.main import _config, main
+from tide_export.cli.options import build_parser
+from tide_export.errors import ConfigError
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
 from tide_export.verify.oracle import oracle
@@ -110,3 +114,25 @@ def test_a_recipe_says_all_this_too(tmp_path: Path) -> None:
     assert made.checkpoints[0] >= 9
     assert {lens.down.out_features for lens in made.lenses.values()} == {4}
     assert json.loads(json.dumps(made.provenance)) == made.provenance
+
+
+def test_tides_strategy_for_kv_may_be_exact_alone(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    gone = "propagate is gone, because exact K/V agree with full depth on 2 to 5 points more tokens and are as fast"
+    recipe, output = tmp_path / "recipe.toml", ["-o", str(tmp_path / "x")]
+    for command in ("calibrate", "export"):
+        exact = build_parser().parse_args([command, str(MODEL), *output, "--kv-cache-strategy", "exact"])
+        assert _config(exact) == TideConfig(kv_cache_strategy="exact") == TideConfig()
+        line = refused(capsys, command, MODEL, *output, "--kv-cache-strategy", "propagate")
+        assert f"error: option kv_cache_strategy: {gone}: omit the option, or give exact" in line
+        assert "must be exact (got 'some')" in refused(capsys, command, MODEL, *output, "--kv-cache-strategy", "some")
+        recipe.write_text('kv_cache_strategy = "propagate"\n')
+        line = refused(capsys, command, MODEL, *output, "--recipe", recipe)
+        assert f"recipe.toml: option kv_cache_strategy: {gone}" in line
+        recipe.write_text('kv_cache_strategy = "exact"\nseed = 3\n')
+        assert _config(build_parser().parse_args([command, str(MODEL), *output, "--recipe", str(recipe)])).seed == 3
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "kv-cache-strategy" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=gone):
+        TideConfig(kv_cache_strategy="propagate")

@@ -104,7 +104,7 @@ def http(given: Any) -> Callable[[bytes], None]:
     async def ask(data: bytes) -> None:
         app.answers.clear()
         state, transport = ServerState(), Transport()
-        one = connection(config, state, {}, loop)  # type: ignore[arg-type]
+        one = connection(config, state, {}, loop)
         one.connection_made(transport)
         if data:  # a socket that has none does not say so
             one.data_received(data)

@@ -1,4 +1,4 @@
-"""`tools/checks/soak.py` on the demo bundle: a sound server passes; wrong answers and what stays are found."""
+"""`tools/benchmarks/soak.py` on the demo bundle: a sound server passes; wrong answers and what stays are found."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -25,7 +25,7 @@ class StepLoop;  // internal
 // Limits the work and memory of a scheduler.
 struct SchedulerLimits {
   std::int64_t slots = 8;  // requests decoded at the same time, 1024 or fewer; at most `Engine::max_batch_size` are
-  // Prompt tokens of one step, 4 or more; fewer make decoding requests wait less for prompts.
+  // Prompt tokens of one step, 1 or more; fewer make decoding requests wait less for prompts.
   std::int64_t prompt_tokens = 512;
   std::optional<std::int64_t> waiting;  // requests in the queue beyond those for which a slot is free; none: no limit
   // Tokens of K/V of all requests with a slot, each counted with its prompt and max_new_tokens; none: no limit.

@@ -1,7 +1,7 @@
 """Asks a server for an hour, with clients that vanish, grammars that are refused and steps that fail: nothing may stay.
 
-    python tools/checks/soak.py BUNDLE [--minutes 60] [--seed 0] [--cores 0.5]
-    python tools/checks/soak.py BUNDLE --seed 0 --only ROUND
+    python tools/benchmarks/soak.py BUNDLE [--minutes 60] [--seed 0] [--cores 0.5]
+    python tools/benchmarks/soak.py BUNDLE --seed 0 --only ROUND
 
 Starts `tide-export serve` on a copy of BUNDLE that has a chat template and a token that makes steps fail, and asks
 every request alone. Then, in rounds, a drawn crowd comes: plain, constrained and chat requests, embeddings, requests
@@ -31,13 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
-
-from harness.attackable import attackable  # noqa: E402
-from harness.raw_http import ask  # noqa: E402
-from serve import Server  # noqa: E402
-from soak_visits import KINDS, WAYS, Ask, ask_alone, drawn, visit  # noqa: E402
+from harness.attackable import attackable
+from harness.raw_http import ask
+from serve import Server
+from soak_visits import KINDS, WAYS, Ask, ask_alone, drawn, visit
 
 OPTIONS = "--slots 4 --waiting 20 --request-seconds 2 --body-seconds 2 --threads 1 --provider cpu -q"
 OPTIONS += f" --prefix-cache-bytes {16 << 20} --drain-seconds 5"
