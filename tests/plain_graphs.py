@@ -1,5 +1,5 @@
-"""Runs the graphs of a bundle by ONNX Runtime's own operators, one after the other as the runtime does: attention and
-all else that `cpp/ops` has is computed by the functions that define it."""
+"""Runs the networks of a bundle by ONNX Runtime's own operators, one after the other as the runtime does: attention and
+all else that `cpp/ops` has is computed by the functions that define it. `verify.step_graph` does so with model.onnx."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,12 +8,11 @@ import numpy as np
 import onnxruntime as ort
 from ort_sessions import session_options
 
-from tide_export.bundle.file_names import GRAPH_FILE, batch_file
+from tide_export.bundle.file_names import batch_file
 from tide_export.bundle.opened import Bundle
 from tide_export.names import batch_networks as names
-from tide_export.names import paged, step_graph
+from tide_export.names import paged
 from tide_export.names.networks import HEAD, segment_name
-from tide_export.thresholds.resolve import NEVER_EXIT
 
 Arrays = dict[str, np.ndarray]
 
@@ -59,46 +58,6 @@ class Network:
         outputs = dict(zip(self.outputs, self.session.run(None, given), strict=True))
         pool.update(outputs)
         return outputs
-
-
-class StepGraph:
-    """One sequence through model.onnx."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        self.manifest, self.network = bundle.manifest, Network(bundle, GRAPH_FILE)
-        self.pool, self.table, self.length = Pool(bundle), list[int](), 0
-        none = np.zeros((1, 0, self.manifest.model.hidden_size), np.float32)
-        self.pending = [none for _ in self.manifest.checkpoints]
-
-    def step(self, ids: Sequence[int], thresholds: Sequence[float] | None = None) -> tuple[np.ndarray, int]:
-        """Logits after `ids` (of all of them at full depth, if `thresholds` are not given) and the layers at which the
-        last token exited."""
-        keep = 1 if thresholds is not None else len(ids)
-        limits = [NEVER_EXIT] * len(self.pending) if thresholds is None else thresholds
-        self.length += len(ids)
-        self.pool.extend(self.table, self.length)
-        feeds: Arrays = {
-            step_graph.INPUT_IDS: np.array([ids]),
-            step_graph.SEQUENCE_LENGTHS: np.array([self.length]),
-            step_graph.PAGE_TABLE: np.array([self.table], np.int32),
-            step_graph.LOGITS_POSITIONS: np.array([[0, n - keep] for n in range(keep)]),
-            step_graph.THRESHOLDS: np.array(limits, np.float32),
-        }
-        for k, limit in enumerate(limits, start=1):
-            feeds[step_graph.skip_threshold(k)] = np.array([limit], np.float32)
-            feeds[step_graph.pending(k)] = self.pending[k - 1]
-        outputs = self.network(self.pool, feeds)
-        exits = [k for k, score in enumerate(outputs.get(step_graph.SCORES, [[]])[0]) if score > limits[k]]
-        if step_graph.NEW_PENDING in outputs:
-            self._keep(outputs[step_graph.NEW_PENDING], exits)
-        depth = [*self.manifest.checkpoints, self.manifest.model.num_layers]
-        return outputs[step_graph.LOGITS], depth[min(exits, default=-1)]
-
-    def _keep(self, states: np.ndarray, exits: list[int]) -> None:
-        """What is pending before the first segment that did not run; nothing is before those that ran, and before those
-        after it what was."""
-        first = min(exits, default=len(self.pending))
-        self.pending = [states[:, :0]] * first + [states, *self.pending[first + 1 :]][: len(self.pending) - first]
 
 
 class Batch:

@@ -54,12 +54,11 @@ def bundle_of(
     routers: RouterSet,
     folder: Path,
     pieces: Pieces | None = None,
-    batch: bool = False,
     half: str | None = None,
     kv_cache: str = FLOAT32_KV,
 ) -> Bundle:
-    """`source` with `routers` as a bundle, through the stages of `pipeline.flow.export`; its networks for batches too,
-    if `batch`; weights stored in `half`, bf16 or fp16; K/V of the type `kv_cache`."""
+    """`source` with `routers` as a bundle, through the stages of `pipeline.flow.export`; weights in `half`, bf16 or
+    fp16; K/V of the type `kv_cache`."""
     pieces = pieces or pieces_of(source, routers.checkpoints)
     lower = partial(lower_for_onnxruntime, quantized=source.quantized, half=half, kv_cache=kv_cache)
     graph = lower(compose(pieces, routers.arrays(), routers.lens_arrays()))
@@ -67,9 +66,8 @@ def bundle_of(
     manifest = make_manifest(source, routers, config, pieces, graph, bound(source), half)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
-        if batch:
-            weights = routers.arrays(), routers.lens_arrays()
-            save_batch_networks(temporary, pieces, *weights, lower)
+        weights = routers.arrays(), routers.lens_arrays()
+        save_batch_networks(temporary, pieces, *weights, None, lower, manifest.graph_metadata)
         routers.save(temporary / "routers.safetensors")
         write_manifest(temporary, manifest)
     return open_bundle(folder)
@@ -122,7 +120,7 @@ def tiny_llama_at(folder: Path, ids: Sequence[int], traces: Callable[..., Traced
         if not tiny.exact.exists():
             pieces, made = pieces_of(source, CHECKPOINTS, traces=traces), folder / "made"
             shutil.rmtree(made, ignore_errors=True)
-            engine_of(source, routers, made, pieces, batch=True)
+            engine_of(source, routers, made, pieces)
             segments_of(source, routers, made, pieces)
             made.rename(tiny.exact)
     return tiny

@@ -9,6 +9,7 @@
 #include "machine.h"
 #include "request.h"
 #include "scheduling/audit.h"
+#include "scheduling/list_limits.h"
 #include "scheduling/step_loop.h"
 #include "sequence.h"
 #include "text/tokenizer.h"
@@ -18,12 +19,7 @@
 namespace tide {
 namespace {
 
-// Prompts of a list that are decoded at once: their logits are in memory together.
-constexpr std::size_t kListSlots = 32;
 constexpr std::size_t kMaxPrompts = std::size_t{1} << 24;
-
-// Of a list's prompts in one step: nobody waits for a token of it.
-constexpr std::int64_t kListPromptTokens = 2048;
 
 constexpr std::size_t kTimedDrafts = 25;
 constexpr std::size_t kEvicting = 64 << 20;  // bytes, more than caches hold
@@ -100,13 +96,11 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
       *backend_, resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
   if (prompts.empty()) return {};
   backend_->process().check();
-  SchedulerLimits limits;
-  std::size_t const slots = std::min(prompts.size(), kListSlots);
-  limits.slots = static_cast<std::int64_t>(slots);
   std::size_t tokens = 0;
   for (auto const& prompt : prompts) tokens += prompt.size();
-  limits.prompt_tokens = std::clamp<std::int64_t>(static_cast<std::int64_t>(tokens), 1, kListPromptTokens);
-  StepLoop loop(backend_, backend_->start_batch(request->compaction_threshold, slots), limits, nullptr);
+  SchedulerLimits const limits = list_limits(prompts.size(), tokens);
+  auto batch = backend_->start_batch(request->compaction_threshold, static_cast<std::size_t>(limits.slots));
+  StepLoop loop(backend_, std::move(batch), limits, nullptr);
   loop.end_together();
   std::vector<std::shared_ptr<Job>> jobs;
   for (std::size_t i = 0; i < prompts.size(); ++i) {
@@ -199,9 +193,7 @@ State Engine::start(std::vector<double> const& thresholds, std::optional<std::in
   std::int64_t const limit = pending_limit(manifest(), max_pending);
   std::int64_t const row = adapter_of(*backend_, adapter);
   return or_generation_error("cannot start a sequence", [&] {
-    State state(backend_, thresholds, limit);
-    state.use_adapter(row);
-    return state;
+    return State(backend_, thresholds, limit, row);
   });
 }
 

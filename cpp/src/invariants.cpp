@@ -31,7 +31,7 @@ void StepLoop::check() const try {
     reserved += job->reserved();
     holds(!job->ended(), "a request that has ended has no slot");
   }
-  holds(reserved <= kv_tokens_, "requests with a slot fit the memory for K/V");
+  holds(is_stream_ || reserved <= kv_tokens_, "requests with a slot fit the memory for K/V");
   holds(batch_->free_slots() == slots_.size() - taken, "a slot is free or of one request");
   std::lock_guard<std::mutex> const lock(mutex_);
   holds(running_ == taken, "requests that run are those with a slot");

@@ -10,8 +10,6 @@ std::string two_digits(std::size_t number) { return (number < 10 ? "0" : "") + s
 
 namespace names {
 
-std::string skip_threshold(std::size_t k) { return "skip_threshold." + std::to_string(k); }
-std::string pending(std::size_t k) { return "pending_states." + std::to_string(k); }
 std::string past(std::size_t layer, char const* kind) {
   return "past_key_values." + std::to_string(layer) + "." + kind;
 }

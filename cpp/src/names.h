@@ -8,24 +8,15 @@
 namespace tide {
 namespace names {
 
-// The step graph's tensors.
-constexpr char const* kInputIds = "input_ids";                 // int64 [1, S]; of segment 0's network too
-constexpr char const* kLogitsPositions = "logits_positions";   // int64 [m, 2], as [0, position from the end]
-constexpr char const* kThresholds = "exit_thresholds";         // float32 [K-1]
-constexpr char const* kLogits = "logits";                      // float32 [m, V]; of the head's network [1, m, V]
-constexpr char const* kScores = "router_scores";               // float32 [1, K-1], NaN: not reached
-constexpr char const* kNewPending = "new_pending_states";      // float32 [1, n, D]
-constexpr char const* kFinalStates = "final_states";           // float32 [1, n, D'], of the last segment's tokens
+constexpr char const* kInputIds = "input_ids";  // int64 [1, N] or [B, S], of segment 0's network
+constexpr char const* kLogits = "logits";       // float32 [1, m, V], of the head's network
 
-// Prefix of the graph's metadata: what it was exported with and no tensor shows.
+// Prefix of the networks' metadata: what they were exported with and no tensor shows.
 constexpr char const* kMetadata = "tide.";
-
-std::string skip_threshold(std::size_t k);                 // float32 [1], of segment k >= 1
-std::string pending(std::size_t k);                        // float32 [1, n_k, D], before segment k >= 1
 
 constexpr char const* kKinds[] = {"key", "value"};
 
-// Tensors of the step graph and of the batch networks: pages of keys or values, and the sequences that they belong to.
+// Tensors of the batch networks: pages of keys or values, and the sequences that they belong to.
 constexpr char const* kSequenceLengths = "sequence_lengths";  // int64 [R], tokens of each sequence, the new ones included
 constexpr char const* kSequenceStarts = "sequence_starts";    // int64 [R + 1], where the new tokens of each begin among the N
 constexpr char const* kPageTable = "page_table";              // int32 [R, J], the pages of each sequence
@@ -46,7 +37,9 @@ constexpr char const* kPastLengths = "past_lengths";      // int64 [1], tokens i
 constexpr char const* kExitStates = "exit_states";        // T [1, 1, P, D'], what the head reads
 constexpr char const* kNewExitStates = "new_exit_states";  // the same buffer after the run
 constexpr std::int64_t kExitRow = 0, kFinalRow = 2;  // rows of it: of an exit; from here on of the last segment's tokens
-// Of all but the last segment, with kExitThresholds [1]; kNewPending is the same buffer as kNextPendingStates.
+// Of all but the last segment; kNewPending is the same buffer as kNextPendingStates.
+constexpr char const* kThresholds = "exit_thresholds";              // float32 [1]
+constexpr char const* kNewPending = "new_pending_states";           // T [1, 1, P, D]
 constexpr char const* kLastTokens = "last_tokens";                  // int64 [1], index of the last real token, 0 .. S-1
 constexpr char const* kPendingLengths = "pending_lengths";          // int64 [1], row where the new states go
 constexpr char const* kNextPendingStates = "next_pending_states";   // T [1, 1, P, D], before the next segment
@@ -65,6 +58,7 @@ constexpr std::int64_t kMaxCandidates = 128;                    // c, or the voc
 // Tensors of the batch networks: N tokens of R sequences, one sequence after the other.
 constexpr char const* kHiddenStates = "hidden_states";         // float32 [1, N, D], of all but the first segment
 constexpr char const* kNewHiddenStates = "new_hidden_states";  // float32 [1, N, D], of all but the last segment
+constexpr char const* kDraftStates = "draft_states";           // float32 [1, N, H], of the last; what a drafter may read
 constexpr char const* kPositionIds = "position_ids";        // int64 [1, N], each token's position in its sequence
 constexpr char const* kSlotThresholds = "slot_thresholds";  // float32 [m, 1], above 1: no score of it is read
 

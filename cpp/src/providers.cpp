@@ -5,7 +5,6 @@
 #include "onnxruntime/segments.h"
 #include "paged/backend.h"
 #include "tensorrt/engines.h"
-#include "file_content.h"
 #include "formatting.h"
 #include "tide/errors.h"
 
@@ -64,13 +63,6 @@ void check(Bundle const& bundle, LoadOptions const& options) {
   }
 }
 
-// Throws BundleError: the file cannot be read.
-std::string graph_at(std::filesystem::path const& path) {
-  std::optional<std::string> content = file_content(path);
-  if (!content) throw BundleError("cannot read the graph " + quoted(path));
-  return std::move(*content);
-}
-
 using Providers = std::vector<std::string>;
 
 // The bundle's providers that are faster than the CPU, fastest first.
@@ -121,9 +113,7 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   for (std::string const& sentence : sentences) log(sentence);
   if (opened) return opened;
   if (options.provider == kNetworks) return open_networks(std::move(bundle), options.threads);
-  if (!options.graph) return std::make_shared<PagedBackend>(std::move(bundle), options.threads, options.adapters);
-  std::string const graph = graph_at(*options.graph);
-  return std::make_shared<PagedBackend>(std::move(bundle), options.threads, options.adapters, &graph);
+  return std::make_shared<PagedBackend>(std::move(bundle), options.threads, options.adapters, options.graphs);
 }
 
 }  // namespace tide

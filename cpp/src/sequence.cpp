@@ -6,7 +6,7 @@
 
 namespace tide {
 
-void SequenceState::rewind(std::int64_t length) {
+void Sequence::rewind(std::int64_t length) {
   check_rewind(lengths[0], length);
   for (std::int64_t& segment_length : lengths) segment_length = std::min(segment_length, length);
 }

@@ -62,8 +62,6 @@ abi::Function const* failing_api(std::uint32_t version) {
   using F = Ort::Functions;
   replace(copy, &F::BindInput);
   replace(copy, &F::BindOutput);
-  replace(copy, &F::BindOutputToDevice);
-  replace(copy, &F::GetBoundOutputValues);
   replace(copy, &F::CreateTensorWithDataAsOrtValue);
   replace(copy, &F::Run);
   replace(copy, &F::GetTensorTypeAndShape);

@@ -50,8 +50,7 @@ int main(int count, char** arguments) {
   if (count == 3 && std::strcmp(arguments[1], "pages") == 0) {
     tide::Bundle const bundle = tide::open_bundle(arguments[2], false);
     tide::PagePool pool(bundle.manifest);
-    tide::BatchNetworks networks(bundle, 1);
-    auto const sessions = networks.sessions();
+    tide::Networks networks(bundle, 1, std::nullopt);
     tide::PagedSequence one(bundle.manifest, pool, {}), other(bundle.manifest, pool, {});
     std::vector<tide::Page> pages;
     pool.take(1, pages);
@@ -59,7 +58,7 @@ int main(int count, char** arguments) {
     other.begin(pages, 1, std::nullopt);  // and no `reserve`, which would copy the page
     std::int64_t ids[] = {1, 1};
     tide::Adapters const adapters(bundle, {});
-    tide::NetworkRun run(*sessions, bundle.manifest, pool, adapters, 0);
+    tide::NetworkRun run(networks, bundle.manifest, pool, adapters, 0);
     run.run({{&one, 1, 2, 1, 2.0F}, {&other, 1, 2, 1, 2.0F}}, ids);
     return 0;
   }

@@ -98,7 +98,7 @@ def test_text(embedding: Embedding, demo_bundle: Path, engine: Engine, tokenizer
 
 
 def test_the_mode_that_auto_is(embedding: Embedding, demo_bundle: Path, tmp_path: Path) -> None:
-    bundle = open_bundle(without(demo_bundle, tmp_path / "b", "batch/"))
+    bundle = open_bundle(without(demo_bundle, tmp_path / "b", "drafter.onnx"))
 
     def mode(*arguments: str) -> str:
         return answer_of(embedding, bundle.path, "--ids", "5,1", "--max-new-tokens", 2, *arguments)["mode"]

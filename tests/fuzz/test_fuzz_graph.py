@@ -17,9 +17,9 @@ from mutations import mutated_json
 
 sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 
-from tiny_model import TinyModel
+from tiny_model import TinyModel, write_networks
 
-from tide_export.bundle.file_names import GRAPH_FILE, MANIFEST_FILE, WEIGHTS_FILE
+from tide_export.bundle.file_names import MANIFEST_FILE, WEIGHTS_FILE, batch_file
 from tide_export.bundle.store import write_manifest
 
 TINY = TinyModel(layers=3, checkpoints=(1, 2), vocabulary=8)
@@ -36,22 +36,19 @@ def child() -> Iterator[Child]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose weights are in a file of their own."""
     bundle = tmp_path_factory.mktemp("graphs")
-    onnx.save(
-        TINY.described(), bundle / GRAPH_FILE, save_as_external_data=True, location=WEIGHTS_FILE, size_threshold=0
-    )
+    write_networks(bundle, TINY.described(), save_as_external_data=True, location=WEIGHTS_FILE, size_threshold=0)
     return bundle
 
 
 @cases(150, 800)
 @given(random=st.randoms(use_true_random=False))
 def test_mutated_graphs(child: Child, folder: Path, random: Random) -> None:
-    whole = folder / "whole.onnx"
-    if not whole.exists():
-        whole.write_bytes((folder / GRAPH_FILE).read_bytes())
-    data = mutated_graph(random, onnx.load(whole, load_external_data=False))
-    (folder / GRAPH_FILE).write_bytes(data)
+    file = folder / random.choice([batch_file(name) for name in TINY.networks()])
+    whole = file.read_bytes()
+    file.write_bytes(mutated_graph(random, onnx.load_model_from_string(whole)))
     write_manifest(folder, TINY.manifest())
     answer = child.run(folder)
+    file.write_bytes(whole)
     assert answer.startswith(OUTCOMES), answer
 
 

@@ -8,7 +8,7 @@ import onnx
 import pytest
 import tiers
 from families import build
-from plain_graphs import Batch, StepGraph
+from plain_graphs import Batch
 from tiny_configs import CHECKPOINTS
 from tiny_engines import bundle_of, pieces_of
 
@@ -22,6 +22,7 @@ from tide_export.routers.router_set import RouterSet
 from tide_export.verify.int8_kv import rounded_kv
 from tide_export.verify.oracle import oracle
 from tide_export.verify.references import full_reference
+from tide_export.verify.step_graph import StepGraph
 
 # By what they have that attention must get right.
 FAMILIES = {
@@ -49,7 +50,7 @@ class Made:
         self.source: SourceModel = build(family)
         self.routers: RouterSet = random_routers(self.source, CHECKPOINTS, IDS[0], bottleneck=16, lens_rank=4)
         made_of = self.source, self.routers, folder / "bundle", pieces_of(self.source, CHECKPOINTS)
-        self.bundle: Bundle = bundle_of(*made_of, batch=True, kv_cache=kv_cache)
+        self.bundle: Bundle = bundle_of(*made_of, kv_cache=kv_cache)
 
     def full(self, ids: list[int]) -> np.ndarray:
         with rounded_kv(self.source, self.bundle.manifest):
@@ -72,8 +73,9 @@ def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> N
 
 def check_full_depth(made: Made, tolerance: float = 1e-4) -> None:
     """A prompt, single tokens, several at once."""
-    graph, ids = StepGraph(made.bundle), IDS[0]
-    logits = [graph.step(part)[0] for part in (ids[:11], ids[11:12], ids[12:13], ids[13:20], ids[20:])]
+    graph, ids = StepGraph(made.bundle).start([2.0, 2.0], 0), IDS[0]
+    parts = (ids[:11], ids[11:12], ids[12:13], ids[13:20], ids[20:])
+    logits = [graph.step(part, len(part)).position_logits for part in parts]
     close(np.concatenate(logits), made.full(ids), tolerance)
 
 
@@ -83,13 +85,13 @@ def check_exits(made: Made) -> None:
     scores = oracle(made.source, made.routers, ids, [2.0, 2.0]).scores[prompt:].numpy()
     thresholds = [dividing(scores[:, k], share) for k, share in enumerate((0.7, 0.5))]
     expected = oracle(made.source, made.routers, ids, thresholds)
-    graph = StepGraph(made.bundle)
-    graph.step(ids[:prompt])
-    steps = [graph.step([token], thresholds) for token in ids[prompt:]]
-    layers = [layers for _, layers in steps]
+    graph = StepGraph(made.bundle).start(thresholds, 3)
+    graph.step(ids[:prompt], full=True)
+    steps = [graph.step([token]) for token in ids[prompt:]]
+    layers = [step.exit_layer for step in steps]
     assert layers == expected.exit_layers[prompt:].tolist()
     assert set(layers) == {*CHECKPOINTS, made.source.num_layers}
-    close(np.concatenate([logits for logits, _ in steps]), expected.logits[prompt:].detach().numpy())
+    close(np.stack([step.logits for step in steps]), expected.logits[prompt:].detach().numpy())
 
 
 def dividing(scores: np.ndarray, share: float) -> float:

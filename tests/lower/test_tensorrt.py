@@ -280,7 +280,7 @@ def test_sequences_that_cannot_be_batched_run_alone_and_a_warning_names_the_reas
     assert unaligned.info(manifest, 1).max_batch_size == 1
     assert not caplog.records, "no batch was requested"
 
-    def refuse(pieces, rows) -> None:
+    def refuse(pieces) -> None:
         raise UnsupportedModelError("it counts on")
 
     monkeypatch.setattr(lowering, "check_positions", refuse)

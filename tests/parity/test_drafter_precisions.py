@@ -21,7 +21,7 @@ def test_tokens_are_those_of_full(options: dict[str, Any], tmp_path: Path) -> No
     source = build("llama")
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)
     pieces = pieces_of(source, CHECKPOINTS)
-    bundle = bundle_of(source, routers, tmp_path / "b", pieces, batch=True, **options)
+    bundle = bundle_of(source, routers, tmp_path / "b", pieces, **options)
     free = Drafting((1.0, 1.0), 0, 0, (1.0, 1.0), (0.0,) * 5, {}, 3, 0.0)
     engine = load(drafting_copy(bundle.path, tmp_path), threads=1).drafting_as(free)
     for temperature in (0.0, 0.9):

@@ -72,7 +72,7 @@ def test_every_form_of_a_family_is_equal(family: str, tmp_path: Path) -> None:
         assert (routers.routers[1].shortlist is not None) == shortened
         folder = tmp_path / f"bundle-{number}"
         batched = number == 0 or form is LENS_AT_ONE
-        engine = engine_of(source, routers, folder, pieces, batch=batched)
+        engine = engine_of(source, routers, folder, pieces)
 
         full = check_full(engine, source, prompts, NEW_TOKENS)
         assert full.holds, full.differences
@@ -125,8 +125,7 @@ def check_batch(engine, thresholds: list[float], modes: int = 2) -> None:
 
 
 def check_handover(engine, options: dict[str, Any], expected: Generation) -> None:
-    """A request that is alone, then one of several, then alone again: on the graph of one sequence and on the networks
-    for batches in turn, on the same K/V buffers."""
+    """A request that is alone, then one of several, then alone again, on the same K/V pages."""
     scheduler = engine.scheduler(SchedulerLimits(slots=len(PROMPTS)))
     options = options | {"stop_token_ids": []}
     handle = scheduler.submit(PROMPTS[-1], max_new_tokens=NEW_TOKENS, **options)

@@ -81,7 +81,7 @@ class Adapted:
 def exported(source: SourceModel, folder: Path, **options: Any) -> Bundle:
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, **LENS_AND_SHORTLIST)
     pieces = cut(flow.trace(source, CHECKPOINTS, bound(source), lora_rank=RANK), bound(source))
-    return bundle_of(source, routers, folder, pieces, batch=True, **options)
+    return bundle_of(source, routers, folder, pieces, **options)
 
 
 @pytest.mark.parametrize("family", exhaustive_but(["phi3", "lfm2"], TARGETS))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from families import build
 from parity.test_families import LENS_AND_SHORTLIST, NEW_TOKENS, PROMPTS, check_batch
-from plain_graphs import StepGraph
 from tiers import exhaustive_but
 from tiny_configs import CHECKPOINTS
 from tiny_engines import engine_of, pieces_of
@@ -19,6 +18,7 @@ from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full, check_lossless
+from tide_export.verify.step_graph import StepGraph
 
 # Family -> operators that must be in the layers' one, none of them beside it.
 HELD = {
@@ -44,7 +44,7 @@ def test_whole_layers_are_equal(family: str, tmp_path: Path) -> None:
                 tensor.copy_(tensor.bfloat16())
     source = wrap_model(model, family)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, **LENS_AND_SHORTLIST)
-    engine = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, CHECKPOINTS), batch=True, half="bf16")
+    engine = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, CHECKPOINTS), half="bf16")
     graph = onnx.load(tmp_path / "bundle" / "model.onnx", load_external_data=False).graph
     kinds = set(_kinds(graph))
     assert OP_LAYERS in kinds
@@ -61,10 +61,9 @@ def test_whole_layers_are_equal(family: str, tmp_path: Path) -> None:
     assert drafts.holds, drafts.differences
     check_batch(engine, middle)
 
-    if not engine.manifest.model.states:
-        by_functions = StepGraph(engine.bundle).step(PROMPTS[2])[0]
-        state = engine.start([NEVER_EXIT] * len(CHECKPOINTS))
-        np.testing.assert_allclose(by_functions[-1], state.step(PROMPTS[2]).logits, rtol=1e-3, atol=1e-3)
+    never = [NEVER_EXIT] * len(CHECKPOINTS)
+    by_functions = StepGraph(engine.bundle).start(never, 0).step(PROMPTS[2]).logits
+    np.testing.assert_allclose(by_functions, engine.start(never).step(PROMPTS[2]).logits, rtol=1e-3, atol=1e-3)
 
 
 def _kinds(graph: onnx.GraphProto):

@@ -12,7 +12,6 @@ import tiers
 import torch
 from families import build
 from ort_sessions import opened, operators_of
-from plain_graphs import StepGraph
 from tiny_configs import CHECKPOINTS, LAYERS, small_llama
 from tiny_engines import engine_of, pieces_of
 from transformers import LlamaForCausalLM
@@ -33,6 +32,7 @@ from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full
 from tide_export.verify.quantized import restore
+from tide_export.verify.step_graph import StepGraph
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 16
@@ -136,7 +136,7 @@ def test_a_graph_equals_the_model(family: str, weights: str, tmp_path: Path) -> 
     assert round_to_half(source, weights) == 0
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
     pieces = pieces_of(source, CHECKPOINTS)
-    engine = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, half=weights)
+    engine = engine_of(source, routers, tmp_path / "bundle", pieces, half=weights)
     assert engine.manifest.weights == weights
     graph = ir.load(tmp_path / "bundle" / GRAPH_FILE)
     inline_layers(graph)
@@ -166,7 +166,7 @@ def test_a_graph_equals_the_model(family: str, weights: str, tmp_path: Path) -> 
             assert mode == "lossless" or one.stats.exit_layer == other.stats.exit_layer
 
     state = engine.start([NEVER_EXIT] * len(CHECKPOINTS))
-    by_functions = StepGraph(engine.bundle).step(PROMPTS[2])[0][-1]
+    by_functions = StepGraph(engine.bundle).start([NEVER_EXIT] * len(CHECKPOINTS), 0).step(PROMPTS[2]).logits
     np.testing.assert_allclose(by_functions, state.step(PROMPTS[2]).logits, rtol=1e-3, atol=1e-3)
 
 

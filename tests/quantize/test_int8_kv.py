@@ -45,7 +45,7 @@ def test_a_graph_equals_the_model_on_rounded_keys(family: str, bits: int, tmp_pa
         quantize_model(source, Quantization("rtn", bits, 32, symmetric=True, accuracy_level=4))
     pieces = pieces_of(source, CHECKPOINTS)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)
-    deployed = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, kv_cache=INT8_KV)
+    deployed = engine_of(source, routers, tmp_path / "bundle", pieces, kv_cache=INT8_KV)
     assert deployed.manifest.weights == ("fp32" if bits == 32 else f"int{bits}")
     bundle = deployed.bundle
     engine = deployed if bits == 32 else float32_engine(bundle, 1)
@@ -102,7 +102,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with K/V in int8."""
     source, folder = build("llama"), tmp_path_factory.mktemp("int8") / "bundle"
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)
-    engine_of(source, routers, folder, pieces_of(source, CHECKPOINTS), batch=True, kv_cache=INT8_KV)
+    engine_of(source, routers, folder, pieces_of(source, CHECKPOINTS), kv_cache=INT8_KV)
     return folder
 
 

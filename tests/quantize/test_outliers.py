@@ -147,7 +147,7 @@ def test_bundle_reference_and_drafter_know_them(kind: str, tmp_path: Path) -> No
     source = wide(kind)
     quantize_model(source, INT4)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
-    deployed = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, CHECKPOINTS), batch=True)
+    deployed = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, CHECKPOINTS))
     exact = float32_engine(deployed.bundle, 1)
     full = check_full(exact, source, PROMPTS, 16)
     assert full.holds, full.differences

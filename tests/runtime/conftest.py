@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import onnx
 import pytest
-from tiny_model import TinyModel
+from tiny_model import TinyModel, write_networks
 
-from tide_export.bundle.file_names import GRAPH_FILE, WEIGHTS_FILE
+from tide_export.bundle.file_names import WEIGHTS_FILE
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.runtime.engine import Engine, load
 
@@ -32,6 +31,6 @@ def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = TinyModel(vocabulary=5000)
     with writing_bundle(tmp_path_factory.mktemp("bundles") / "wide") as folder:
         options = {"save_as_external_data": True, "location": WEIGHTS_FILE, "size_threshold": 1 << 16}
-        onnx.save(model.described(), folder / GRAPH_FILE, **options)
+        write_networks(folder, model.described(), **options)
         write_manifest(folder, model.manifest())
     return folder.parent / "wide"

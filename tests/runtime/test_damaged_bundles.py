@@ -54,6 +54,10 @@ def rewritten(change: Callable[[dict[str, Any]], object]) -> Damage:
     return damage
 
 
+FIRST, SECOND, THIRD = (batch_file(segment_name(k)) for k in range(3))
+HEAD = batch_file(networks.HEAD)
+
+
 def field(*keys: str | int, value: Any) -> Damage:
     return lambda bundle: edit(bundle, *keys, value=value)
 
@@ -63,11 +67,11 @@ def listed_again(bundle: Path) -> None:
 
 
 def graph_of(model: TinyModel) -> Damage:
-    """Another model's graph under this manifest, hashed anew."""
+    """Another model's networks under this manifest, hashed anew."""
 
     def damage(bundle: Path) -> None:
         other = model.write(bundle.with_name("other"))
-        shutil.copy(other / "model.onnx", bundle)
+        shutil.copytree(other, bundle, ignore=lambda folder, names: ["tide.json"], dirs_exist_ok=True)
         edit(bundle, "files", value=json.loads((other / "tide.json").read_text())["files"])
 
     return damage
@@ -79,21 +83,27 @@ def flip_last_byte(bundle: Path) -> None:
 
 
 def no_graph(bundle: Path) -> None:
-    (bundle / "model.onnx").write_bytes(b"this is no graph")
+    (bundle / HEAD).write_bytes(b"this is no graph")
+    listed_again(bundle)
+
+
+def no_networks(bundle: Path) -> None:
+    """A bundle of an early release: the step graph alone."""
+    shutil.rmtree(bundle / "batch")
     listed_again(bundle)
 
 
 def external(**place: str) -> Damage:
-    """The weights in a file of their own, and the entries `place` of the first one changed."""
+    """A network's weights in a file of their own, and the entries `place` of the first one changed."""
 
     def damage(bundle: Path) -> None:
-        path = bundle / "model.onnx"
-        onnx.save(onnx.load(path), path, save_as_external_data=True, location="model.onnx.data", size_threshold=100)
+        path, file = bundle / "model.onnx", bundle / FIRST
+        onnx.save(onnx.load(file), path, save_as_external_data=True, location="model.onnx.data", size_threshold=100)
         graph = onnx.load(path, load_external_data=False)
         first = next(one for one in graph.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL)
         for entry in first.external_data:
             entry.value = place.get(entry.key, entry.value)
-        path.write_bytes(graph.SerializeToString())
+        file.write_bytes(graph.SerializeToString())
         listed_again(bundle)
 
     return damage
@@ -164,15 +174,16 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "a link to a device": (linked("model.onnx", "/proc/kmsg"), rf"model\.onnx' {LINK}"),
     "a link to the right file": (linked("model.onnx"), rf"model\.onnx' {LINK}"),
     "a manifest that is a link": (linked("tide.json"), rf"tide\.json' {LINK}"),
-    "a folder that is a link": (linked("batch", inside="a.bin"), rf"batch/a\.bin' {LINK}"),
+    "a folder that is a link": (linked("engines", inside="a.bin"), rf"engines/a\.bin' {LINK}"),
     "a pipe": (pipe("model.onnx"), r"model\.onnx' is not a file"),
     "a manifest that is a pipe": (pipe("tide.json"), r"tide\.json' is not a file"),
     "a folder": (folder, r"model\.onnx' is not a file"),
-    "weights elsewhere": (external(location="tide.json"), r"ONNX Runtime cannot load '.*model\.onnx': "),
-    "weights on the disk": (external(location="../other.data"), r"ONNX Runtime cannot load '.*model\.onnx': "),
+    "weights elsewhere": (external(location="tide.json"), r"ONNX Runtime cannot load '.*segment_00\.onnx': "),
+    "weights on the disk": (external(location="../other.data"), r"ONNX Runtime cannot load '.*segment_00\.onnx': "),
     "weights after the end": (external(offset="4096000"), r"has the tensor \w+ outside of the file of its weights"),
     "no weights": (no_weights, r"has the tensor \w+ outside of the file of its weights"),
-    "no ONNX": (no_graph, r"ONNX Runtime cannot load '.*model\.onnx': "),
+    "no ONNX": (no_graph, r"ONNX Runtime cannot load '.*batch/head\.onnx': "),
+    "no networks": (no_networks, "holds no networks of its segments: export it again"),
     "another graph": (
         graph_of(TinyModel(layers=5)),
         r"has no input pages\.5\.key, which its manifest calls for",
@@ -216,10 +227,8 @@ def test_hashes_of_every_length_of_file(tiny: TinyModel, tmp_path: Path) -> None
     by_the_library(bundle, verify=False)
 
 
-# --- networks for batches --------------------------------------------------------------------------------------------
+# --- networks of segments --------------------------------------------------------------------------------------------
 
-FIRST, SECOND, THIRD = (batch_file(segment_name(k)) for k in range(3))
-HEAD = batch_file(networks.HEAD)
 OTHER = r", but its manifest calls for \w+ \["
 
 
@@ -264,13 +273,10 @@ NETWORKS: list[tuple[Damage, str]] = [
 
 
 @pytest.mark.parametrize(("damage", "sentence"), NETWORKS, ids=[sentence for _, sentence in NETWORKS])
-def test_lists_are_refused(tiny_llama: TinyLlama, tmp_path: Path, damage: Damage, sentence: str) -> None:
+def test_networks_are_refused(tiny_llama: TinyLlama, tmp_path: Path, damage: Damage, sentence: str) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(tiny_llama.exact, bundle)
     damage(bundle)
     listed_again(bundle)
-    engine = load(bundle, provider="cpu", threads=1)
-    for _ in range(2):
-        with pytest.raises(BundleError, match=sentence):
-            engine.generate([[1], [2]], max_new_tokens=2)
-    assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=[]).tokens) == 2
+    with pytest.raises(BundleError, match=sentence):
+        load(bundle, provider="cpu", threads=1)

@@ -1,14 +1,11 @@
 """What a list of prompts may be; that every sequence gets what it gets alone, gpu/test_device_lists.py shows."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from bundles import without
 from tiny_engines import TinyLlama
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +37,3 @@ def test_an_array_of_prompts(engine: Engine) -> None:
     found = engine.generate(np.array([[5, 6], [7, 8]]), max_new_tokens=3, mode="full")
     alone = [engine.generate(ids, max_new_tokens=3, mode="full").tokens for ids in ([5, 6], [7, 8])]
     assert [one.tokens for one in found] == alone
-
-
-def test_a_bundle_without_networks_for_batches(tiny_llama: TinyLlama, tmp_path: Path) -> None:
-    engine = load(without(tiny_llama.exact, tmp_path / "old", "batch/"), provider="cpu", threads=1)
-    assert len(engine.generate([5], max_new_tokens=2).tokens) == 2
-    for refused in (lambda: engine.generate([[5], [6]], max_new_tokens=2), engine.scheduler):
-        with pytest.raises(GenerationError, match="holds no networks for batches"):
-            refused()

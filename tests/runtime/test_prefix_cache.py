@@ -43,7 +43,7 @@ def made_of(kind: str, tiny_llama: TinyLlama, folder: Path) -> Made:
         return Made(tiny_llama.graph(tiny_llama.exact), mixed)
     source = build(kind)
     routers = random_routers(source, CHECKPOINTS, TEXT, bottleneck=16)
-    return Made(engine_of(source, routers, folder, batch=True), dividing_thresholds(source, routers, TEXT))
+    return Made(engine_of(source, routers, folder), dividing_thresholds(source, routers, TEXT))
 
 
 @pytest.fixture(scope="module", params=tiers.exhaustive_but(USUAL, ["exact", *HYBRIDS]))

@@ -59,10 +59,10 @@ def changed(built: Path, **changes) -> Bundle:
     return replace(opened, manifest=replace(opened.manifest, engines=replace(opened.manifest.engines, **changes)))
 
 
-def test_a_graph_that_is_no_file_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_folder_without_graphs_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(BundleError, match=f"cannot read the graph '{re.escape(str(path))}'"):
-            open_engine(open_bundle(tiny_bundle), "cpu", graph=path)
+        with pytest.raises(BundleError, match=f"cannot read the graph '{re.escape(str(path))}/batch/head.onnx'"):
+            open_engine(open_bundle(tiny_bundle), "cpu", graphs=path)
 
 
 def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:

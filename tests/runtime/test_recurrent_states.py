@@ -30,7 +30,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     source = build(FAMILY)
     routers = random_routers(source, CHECKPOINTS, TEXT[:40], bottleneck=16)
     folder = tmp_path_factory.mktemp("recurrent") / "bundle"
-    return engine_of(source, routers, folder, batch=True, kv_cache=INT8_KV)
+    return engine_of(source, routers, folder, kv_cache=INT8_KV)
 
 
 def logits_after(engine: Engine, ids: list[int]) -> np.ndarray:

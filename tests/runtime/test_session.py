@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnx
 import pytest
 from bundles import edit
-from tiny_model import TinyModel
+from tiny_model import TinyModel, write_networks
 
-from tide_export.bundle.file_names import GRAPH_FILE
+from tide_export.bundle.file_names import batch_file
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.errors import BundleError, ConfigError
+from tide_export.names.networks import HEAD, segment_name
 from tide_export.runtime.engine import load
 
 
@@ -42,16 +42,17 @@ def test_onnx_runtime_leaves_nothing_to_send(tiny_bundle: Path, tmp_path: Path) 
 
 def test_a_graph_that_is_not_onnx_is_one_sentence(tmp_path: Path, tiny: TinyModel) -> None:
     with writing_bundle(tmp_path / "b") as folder:
-        (folder / GRAPH_FILE).write_bytes(b"not a graph")
+        write_networks(folder, tiny.described())
+        (folder / batch_file(HEAD)).write_bytes(b"not a graph")
         write_manifest(folder, tiny.manifest())
-    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*model\.onnx'") as error:
+    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*batch/head\.onnx'") as error:
         load(tmp_path / "b")
     assert "\n" not in str(error.value)
 
 
 def write_with_graph_of(path: Path, graph: TinyModel, manifest: TinyModel) -> Path:
     with writing_bundle(path) as folder:
-        onnx.save(graph.described(), folder / GRAPH_FILE)
+        write_networks(folder, graph.described())
         write_manifest(folder, manifest.manifest())
     return path
 
@@ -63,25 +64,29 @@ def test_a_graph_of_another_manifest_is_refused(tmp_path: Path, tiny: TinyModel)
     with pytest.raises(BundleError, match=r"has the input pages\.6\.key"):
         load(write_with_graph_of(tmp_path / "b", graph=deeper, manifest=tiny))
     full = TinyModel(checkpoints=())
-    with pytest.raises(BundleError, match="has no input exit_thresholds"):
+    with pytest.raises(BundleError, match="exported with other checkpoints than its manifest's 2,4"):
         load(write_with_graph_of(tmp_path / "c", graph=full, manifest=tiny))
 
 
 @pytest.mark.parametrize(
     ("keys", "value", "says"),
     [
-        (("checkpoints",), [2, 5], r"model\.onnx' was exported with other checkpoints than its manifest's 2,5: export"),
+        (
+            ("checkpoints",),
+            [2, 5],
+            "was exported with other checkpoints than its manifest's 2,5: export",
+        ),
         (("model", "context_length"), 512, "was exported with other context_length than its manifest's 512"),
         (("model", "context_length"), None, "was exported with other context_length than its manifest's none"),
         (
             ("model", "vocab_size"),
             10**12,
-            r"output logits is float32 \['tokens', 48\], but its manifest",
+            r"output logits is float32 \[1, 'tokens', 48\], but its manifest",
         ),
         (
             ("model", "hidden_size"),
             2**62,
-            r"input pending_states.1 is float32 \[1, 'tokens', 16\], but its",
+            "was exported with other hidden_size than its manifest's 4611686018427387904",
         ),
         (("model", "kv_shapes", 5), [2, 4], r"input pages\.5\.key is float32 \['tokens', 1, 'tokens', 8\], but its"),
     ],
@@ -102,18 +107,18 @@ def test_a_hidden_size_that_no_tensor_shows_is_compared(tmp_path: Path) -> None:
         load(bundle)
 
 
-def test_a_graph_without_a_record_is_of_an_earlier_state(tmp_path: Path, tiny: TinyModel) -> None:
+def test_networks_of_an_earlier_release_run_without_a_record(tmp_path: Path, tiny: TinyModel) -> None:
     with writing_bundle(tmp_path / "b") as folder:
-        onnx.save(tiny.graph(), folder / GRAPH_FILE)
+        write_networks(folder, {batch_file(name): model for name, model in tiny.networks().items()})
         write_manifest(folder, tiny.manifest())
-    with pytest.raises(BundleError, match="does not record its checkpoints, as this release writes it: export again"):
-        load(tmp_path / "b")
+    assert len(load(tmp_path / "b", threads=1).generate([1, 2], max_new_tokens=3).tokens) == 3
 
 
 def test_a_name_that_is_no_text_is_one_sentence(tmp_path: Path, tiny: TinyModel) -> None:
     with writing_bundle(tmp_path / "b") as folder:
-        data = tiny.described().SerializeToString()
-        (folder / GRAPH_FILE).write_bytes(data.replace(b"skip_threshold.1", b"skip_threshold.\xce"))
+        write_networks(folder, tiny.described())
+        file = folder / batch_file(segment_name(1))
+        file.write_bytes(file.read_bytes().replace(b"slot_thresholds", b"slot_threshold\xce"))
         write_manifest(folder, tiny.manifest())
-    with pytest.raises(BundleError, match=r"has no input skip_threshold\.1, which its manifest calls for"):
+    with pytest.raises(BundleError, match=r"has no input slot_thresholds, which its manifest calls for"):
         load(tmp_path / "b")

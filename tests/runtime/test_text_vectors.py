@@ -80,8 +80,8 @@ def test_a_checkpoint_costs_the_layers_before_it(tiny_llama: TinyLlama) -> None:
         full = scheduler.submit(TEXT, mode="full", max_new_tokens=2, stop_token_ids=[], states=True).result()
         assert full.states is not None
         np.testing.assert_allclose(full.states[len(TEXT) - 1], engine.embed(TEXT, normalize=False), atol=1e-4)
-    with pytest.raises(GenerationError, match="states in mode 'exit' is for lists of prompts and schedulers"):
-        engine.generate(TEXT, **options)
+    alone = engine.generate(TEXT, max_pending=1 << 30, max_new_tokens=3, stop_token_ids=[], **options)
+    np.testing.assert_array_equal(alone.states, made.states)
 
 
 def test_an_identity_exit_reads_the_normalized_state(demo_bundle: Any, demo_source: Any) -> None:

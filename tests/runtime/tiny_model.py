@@ -1,24 +1,27 @@
-"""A hand-made early-exit transformer that obeys the graph contract, and the same model in plain numpy.
+"""A hand-made early-exit transformer that obeys the networks' contract, and the same model in plain numpy.
 
-The runtime's tests need a graph long before an exporter exists, small enough to run thousands of steps, and a judge
-that shares nothing with it. `TinyModel.graph` is ONNX with one `If` per segment and attention that writes pages in
-place; `TinyModel.reference` runs every layer over the whole sequence and picks the earliest exit afterwards.
+The runtime's tests need networks without an exporter, small enough to run thousands of steps, and a judge that shares
+nothing with them. `TinyModel.networks` are ONNX with attention that writes pages in place; `TinyModel.reference` runs
+every layer over the whole sequence and picks the earliest exit afterwards.
 """
 
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx.parser import parse_model
 
-from tide_export.bundle.file_names import GRAPH_FILE
+from tide_export.bundle.file_names import GRAPH_FILE, batch_file
 from tide_export.bundle.manifest import Manifest, TensorInfo
 from tide_export.bundle.model_info import ModelInfo
 from tide_export.bundle.store import write_manifest, writing_bundle
+from tide_export.names import batch_networks as names
 from tide_export.names import paged
-from tide_export.names import step_graph as names
+from tide_export.names.networks import HEAD, segment_name
 from tide_export.names.operators import DOMAIN, OP_PAGED_ATTENTION
 
 HEADS, HEAD_DIM = 2, 8
@@ -103,160 +106,86 @@ class TinyModel:
         """What was found so far, by prompt and thresholds."""
         return {}
 
-    # --- the graph ---------------------------------------------------------------------------------------------
+    # --- the networks ------------------------------------------------------------------------------------------
 
-    def graph(self) -> onnx.ModelProto:
-        segments = len(self.checkpoints) + 1
+    def networks(self) -> dict[str, onnx.ModelProto]:
+        """A network for each segment and the head, by their names; each with its weights."""
+        made = {segment_name(k): self._segment(k) for k in range(len(self.edges) - 1)}
+        inputs, outputs = [f"float[1,M,{WIDTH}] {names.HEAD_STATES}"], [f"float[1,M,{self.vocabulary}] {names.LOGITS}"]
+        made[HEAD] = self._network(inputs, outputs, [f"{names.LOGITS} = MatMul({names.HEAD_STATES}, head)"])
+        return made
+
+    def _segment(self, k: int) -> onnx.ModelProto:
         inputs = [
-            f"int64[1,S] {names.INPUT_IDS}",
-            f"int64[1] {names.SEQUENCE_LENGTHS}",
-            f"int32[1,J] {names.PAGE_TABLE}",
-            f"int64[M,2] {names.LOGITS_POSITIONS}",
+            f"int64[1,N] {names.INPUT_IDS}" if k == 0 else f"float[1,N,{WIDTH}] {names.HIDDEN_STATES}",
+            f"int64[1,N] {names.POSITION_IDS}",
+            f"int64[M] {names.LAST_TOKENS}",
+            f"int64[R] {names.SEQUENCE_LENGTHS}",
+            f"int64[Q] {names.SEQUENCE_STARTS}",
+            f"int32[R,J] {names.PAGE_TABLE}",
         ]
-        outputs = [f"float[M,{self.vocabulary}] {names.LOGITS}", f"float[1,F,{WIDTH}] {names.FINAL_STATES}"]
-        if self.checkpoints:
-            inputs.append(f"float[{segments - 1}] {names.THRESHOLDS}")
-            inputs += [f'float[1] "{names.skip_threshold(k)}"' for k in range(1, segments)]
-            outputs.append(f"float[1,{segments - 1}] {names.SCORES}")
-            outputs.append(f"float[1,W,{WIDTH}] {names.NEW_PENDING}")
-        for k in range(1, segments):
-            inputs.append(f'float[1,N{k},{WIDTH}] "{names.pending(k)}"')
-        for layer in range(self.layers):
+        outputs = [f"float[M,{WIDTH}] {names.EXIT_STATES}"]
+        body = [
+            f"h{self.edges[k]} = "
+            + (f"Gather(embed, {names.INPUT_IDS})" if k == 0 else f"Identity({names.HIDDEN_STATES})")
+        ]
+        for layer in range(self.edges[k], self.edges[k + 1]):
+            body += self._layer(layer)
             for kind in ("key", "value"):
                 inputs.append(f'float[P,1,T,{HEAD_DIM}] "{paged.pages(layer, kind)}"')
                 outputs.append(f'float[P,1,T,{HEAD_DIM}] "{paged.new_pages(layer, kind)}"')
-
-        body = [
-            f"x0 = Gather(embed, {names.INPUT_IDS})",
-            "one = Constant<value_int=1>()",
-            "zero = Constant<value_int=0>()",
-            "axis0 = Constant<value_ints=[0]>()",
-            "axis1 = Constant<value_ints=[1]>()",
-            "minus1 = Constant<value_ints=[-1]>()",
-            *self._segment(0, "x0", "y0"),
-            self._last(0, "last0", "y0"),
-            "run0 = Constant<value = bool {1}>()",
-        ]
-        if self.checkpoints:
-            body.append(f'x1 = Concat<axis=1>("{names.pending(1)}", y0)')
-            body.append(f"score1 = {self._score(1, 'last0', body)}")
-        for k in range(1, segments):
+        y = f"h{self.edges[k + 1]}"
+        body += [f"last = Gather<axis=1>({y}, {names.LAST_TOKENS})", "axis0 = Constant<value_ints=[0]>()"]
+        body += [f"{names.EXIT_STATES} = Squeeze(last, axis0)"]
+        if k < len(self.checkpoints):
+            inputs.append(f"float[M,1] {names.SLOT_THRESHOLDS}")
+            outputs += [f"float[1,N,{WIDTH}] {names.NEW_HIDDEN_STATES}", f"float[M,1] {names.ROUTER_SCORE}"]
             body += [
-                f"index{k} = Constant<value_int={k - 1}>()",
-                f"threshold{k} = Gather({names.THRESHOLDS}, index{k})",
-                f"fires{k}_11 = Greater(score{k}, threshold{k})",
-                f"fires{k} = Squeeze(fires{k}_11)",
-                f'stop{k}_11 = Greater(score{k}, "{names.skip_threshold(k)}")',
-                f"stop{k} = Squeeze(stop{k}_11)",
-                f"go{k} = Not(stop{k})",
-                f"run{k} = And(run{k - 1}, go{k})",
-                self._if(k),
+                f"{names.NEW_HIDDEN_STATES} = Identity({y})",
+                f"raw = MatMul({names.EXIT_STATES}, router{k + 1})",
+                "score = Sigmoid(raw)",
+                "one = Constant<value = float[1,1] {1}>()",
+                "none = Constant<value = float[1,1] {nan}>()",
+                f"off = Greater({names.SLOT_THRESHOLDS}, one)",
+                f"{names.ROUTER_SCORE} = Where(off, none, score)",
             ]
-        body += self._finish(segments)
-        text = (
+        return self._network(inputs, outputs, body)
+
+    def _layer(self, layer: int) -> list[str]:
+        x = f"h{layer}"
+        return [
+            *(f"{p}_{layer} = MatMul({x}, {p}{layer})" for p in "qkv"),
+            f'a{layer}, "{paged.new_pages(layer, "key")}", "{paged.new_pages(layer, "value")}" = '
+            f"{ATTENTION}<num_heads={HEADS}, kv_num_heads=1>(q_{layer}, k_{layer}, v_{layer}, "
+            f'"{paged.pages(layer, "key")}", "{paged.pages(layer, "value")}", '
+            f"{names.PAGE_TABLE}, {names.SEQUENCE_LENGTHS}, {names.SEQUENCE_STARTS})",
+            f"mixed{layer} = MatMul(a{layer}, o{layer})",
+            f"sum{layer} = Add({x}, mixed{layer})",
+            f"h{layer + 1} = Tanh(sum{layer})",
+        ]
+
+    def _network(self, inputs: list[str], outputs: list[str], body: list[str]) -> onnx.ModelProto:
+        model = parse_model(
             f'<ir_version: 10, opset_import: ["" : 21, "{DOMAIN}" : 1]>\n'
             f"tiny ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n" + "\n".join(body) + "\n}"
         )
-        model = parse_model(text)
-        model.graph.initializer.extend(onnx.numpy_helper.from_array(v, name) for name, v in self.weights().items())
+        read = {name for node in model.graph.node for name in node.input}
+        stored = [onnx.numpy_helper.from_array(v, name) for name, v in self.weights().items() if name in read]
+        model.graph.initializer.extend(stored)
         return model
-
-    def _segment(self, k: int, x: str, y: str, prefix: str = "") -> list[str]:
-        lines = []
-        for layer in range(self.edges[k], self.edges[k + 1]):
-            out = y if layer + 1 == self.edges[k + 1] else f"h{layer}"
-            lines += [
-                *(f"{p}_{layer} = MatMul({x}, {p}{layer})" for p in "qkv"),
-                f'a{layer}, "{prefix}{paged.new_pages(layer, "key")}", "{prefix}{paged.new_pages(layer, "value")}" = '
-                f"{ATTENTION}<num_heads={HEADS}, kv_num_heads=1>(q_{layer}, k_{layer}, v_{layer}, "
-                f'"{paged.pages(layer, "key")}", "{paged.pages(layer, "value")}", '
-                f"{names.PAGE_TABLE}, {names.SEQUENCE_LENGTHS})",
-                f"mixed{layer} = MatMul(a{layer}, o{layer})",
-                f"sum{layer} = Add({x}, mixed{layer})",
-                f"{out} = Tanh(sum{layer})",
-            ]
-            x = out
-        return lines
-
-    def _last(self, k: int, name: str, y: str) -> str:
-        """The last position, of the last segment as many as are asked for."""
-        if k < len(self.checkpoints):
-            return f"{name} = Gather<axis=1>({y}, minus1)"
-        return f"{name}_rows = GatherND({y}, {names.LOGITS_POSITIONS})\n{name} = Unsqueeze({name}_rows, axis0)"
-
-    def _score(self, k: int, last: str, lines: list[str]) -> str:
-        lines.append(f"raw{k} = MatMul({last}, router{k})")
-        return f"Sigmoid(raw{k})"
-
-    def _if(self, k: int) -> str:
-        """Runs segment k over all that waits, or leaves it waiting."""
-        layers = range(self.edges[k], self.edges[k + 1])
-        caches = [(layer, kind) for layer in layers for kind in ("key", "value")]
-        more = k < len(self.checkpoints)  # another router behind this segment
-        then_lines = [*self._segment(k, f"x{k}", f"ty{k}", prefix="run."), self._last(k, f"tlast{k}", f"ty{k}")]
-        waits = f'Concat<axis=1>("{names.pending(k + 1)}", ty{k})' if more else "ConstantOfShape(empty_shape)"
-        then_lines += [f"twait{k} = {waits}"]
-        else_lines = [f"elast{k} = Identity(last{k - 1})", f"ewait{k} = Identity(x{k})"]
-        then_out, else_out = [f"tlast{k}", f"twait{k}"], [f"elast{k}", f"ewait{k}"]
-        results = [f"last{k}", f"x{k + 1}"]
-        if not more:
-            then_lines.append(f"tfinal = Identity(ty{k})")
-            else_lines.append("efinal = ConstantOfShape(empty_shape)")
-            then_out, else_out, results = [*then_out, "tfinal"], [*else_out, "efinal"], [*results, names.FINAL_STATES]
-        if more:
-            then_lines.append(f"tscore{k + 1} = {self._score(k + 1, f'tlast{k}', then_lines)}")
-            else_lines.append(f"escore{k + 1} = Identity(nan)")
-            then_out, else_out = [*then_out, f"tscore{k + 1}"], [*else_out, f"escore{k + 1}"]
-            results.append(f"score{k + 1}")
-        for layer, kind in caches:
-            name = paged.new_pages(layer, kind)
-            then_out.append(f'"run.{name}"')
-            else_out.append(f'"skip.{name}"')
-            else_lines.append(f'"skip.{name}" = Identity("{paged.pages(layer, kind)}")')
-            results.append(f'"{name}"')
-
-        def branch(name: str, outputs: list[str], lines: list[str]) -> str:
-            return f"{name} = g{k} () => ({', '.join('float[] ' + o for o in outputs)}) {{{chr(10).join(lines)}}}"
-
-        prelude = "empty_shape = Constant<value_ints=[1, 0, 16]>()\nnan = Constant<value = float[1,1,1] {nan}>()\n"
-        call = (
-            f"{', '.join(results)} = If(run{k}) <{branch('then_branch', then_out, then_lines)}, "
-            f"{branch('else_branch', else_out, else_lines)}>"
-        )
-        return (prelude if k == 1 else "") + call
-
-    def _finish(self, segments: int) -> list[str]:
-        lines = ["one_row = Constant<value_ints=[1]>()"]
-        state = f"last{segments - 1}"
-        for k in range(segments - 1, 0, -1):
-            lines += [
-                f"rows{k} = Shape<start=1, end=2>({state})",
-                f"size{k} = Where(fires{k}, one_row, rows{k})",
-                f"cut{k} = Slice({state}, axis0, size{k}, axis1)",
-                f"state{k} = Where(fires{k}, last{k - 1}, cut{k})",
-            ]
-            state = f"state{k}"
-        lines += [f"rows = Squeeze({state}, axis0)", f"{names.LOGITS} = MatMul(rows, head)"]
-        if self.checkpoints:
-            scores = ", ".join(f"score{k}" for k in range(1, segments))
-            lines.append(f"joined = Concat<axis=2>({scores})")
-            lines.append(f"{names.SCORES} = Squeeze(joined, axis0)")
-            lines.append(f"{names.NEW_PENDING} = Identity(x{segments})")
-        else:
-            lines.append(f"{names.FINAL_STATES} = Identity(y0)")
-        return lines
 
     # --- the bundle --------------------------------------------------------------------------------------------
 
-    def described(self, **changes: object) -> onnx.ModelProto:
-        """`graph` with the metadata that `manifest` calls for."""
-        model = self.graph()
-        onnx.helper.set_model_props(model, self.manifest(**changes).graph_metadata)
-        return model
+    def described(self, **changes: object) -> dict[str, onnx.ModelProto]:
+        """`networks` with the metadata that `manifest` calls for, by file."""
+        made = {batch_file(name): model for name, model in self.networks().items()}
+        for model in made.values():
+            onnx.helper.set_model_props(model, self.manifest(**changes).graph_metadata)
+        return made
 
     def manifest(self, **changes: object) -> Manifest:
-        """The manifest of `graph`, before `write_manifest`; `changes` replace fields."""
-        graph = self.graph().graph
+        """The manifest of the bundle, before `write_manifest`; `changes` replace fields."""
+        graph = self.networks()[HEAD].graph
 
         def info(values: list[onnx.ValueInfoProto]) -> tuple[TensorInfo, ...]:
             return tuple(
@@ -296,8 +225,16 @@ class TinyModel:
         return Manifest(**{**given, **changes})
 
     def write(self, path: Path, **changes: object) -> Path:
-        """A bundle of this model at `path`."""
+        """A bundle of this model at `path`, whose model.onnx, which the runtime does not load, is the head."""
         with writing_bundle(path) as folder:
-            onnx.save(self.described(**changes), folder / GRAPH_FILE)
+            write_networks(folder, self.described(**changes))
             write_manifest(folder, self.manifest(**changes))
         return path
+
+
+def write_networks(folder: Path, networks: dict[str, onnx.ModelProto], **options: Any) -> None:
+    """Writes networks into a bundle's folder, the head also as its model.onnx; `options` of `onnx.save`."""
+    for file, model in networks.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        onnx.save(model, folder / GRAPH_FILE, **options)  # here the file of the weights is beside it
+        shutil.copyfile(folder / GRAPH_FILE, folder / file)

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <sstream>
 
 #include "table.h"
@@ -43,10 +42,6 @@ Tensor const& Bound::in(std::string const& name) const {
   throw std::logic_error("the table refuses: " + name + " is not bound");
 }
 
-bool Bound::has(std::string const& name) const {
-  return std::any_of(outputs.begin(), outputs.end(), [&](Entry const& entry) { return entry.name == name; });
-}
-
 float* Bound::write(std::string const& name, std::vector<std::int64_t> const& shape) {
   for (Entry& entry : outputs) {
     if (entry.name != name) continue;
@@ -80,8 +75,8 @@ Network::Network(std::string const& text) {
     outputs.push_back({std::move(name), kFloat, std::move(shape)});
   };
   auto const paged = [&](std::int64_t first, std::int64_t end, bool of_model) {
-    input("sequence_lengths", kInt64, {kind_ == "graph" ? 1 : -1});
-    input("page_table", kInt32, {kind_ == "graph" ? 1 : -1, -1});
+    input("sequence_lengths", kInt64, {-1});
+    input("page_table", kInt32, {-1, -1});
     for (std::int64_t k = first; k < end; ++k) {
       for (bool const value : {false, true}) {
         input(pages(k, value, false), kFloat, {-1, 1, -1, 1});
@@ -91,9 +86,9 @@ Network::Network(std::string const& text) {
       input(states(k, false), kFloat, {-1, kContext + 1});
       output(states(k, true), {-1, kContext + 1});
     }
-    if (of_model && recurrent_) input("state_places", kInt64, {kind_ == "graph" ? 1 : -1, 2});
+    if (of_model && recurrent_) input("state_places", kInt64, {-1, 2});
     if (of_model) input("lora_weights", kFloat, {-1, 5 * kSegments});
-    if (of_model) input("adapters", kInt64, {kind_ == "graph" ? 1 : -1});
+    if (of_model) input("adapters", kInt64, {-1});
   };
   if (kind_ == "head") {
     input("exit_states", kFloat, {1, -1, kWidth});
@@ -107,7 +102,7 @@ Network::Network(std::string const& text) {
     output("logits", {-1, kDrafted});
     output("new_hidden_states", {-1, kWidth});
     paged(0, 1, false);
-  } else if (kind_ == "segment") {
+  } else {
     if (k_ == 0) input("input_ids", kInt64, {1, -1});
     if (k_ > 0) input("hidden_states", kFloat, {1, -1, kWidth});
     for (char const* name : {"position_ids"}) input(name, kInt64, {1, -1});
@@ -119,43 +114,24 @@ Network::Network(std::string const& text) {
       output("router_score", {-1, 1});
     }
     paged(k_, k_ + 1, true);
-  } else {
-    input("input_ids", kInt64, {1, -1});
-    input("logits_positions", kInt64, {-1, 2});
-    input("exit_thresholds", kFloat, {kSegments - 1});
-    output("logits", {-1, kVocabulary});
-    output("final_states", {1, -1, kWidth});
-    output("router_scores", {1, kSegments - 1});
-    output("new_pending_states", {1, -1, kWidth});
-    for (std::int64_t k = 1; k < kSegments; ++k) {
-      input("skip_threshold." + std::to_string(k), kFloat, {1});
-      input("pending_states." + std::to_string(k), kFloat, {1, -1, kWidth});
-    }
-    paged(0, kSegments, true);
   }
 }
 
 void Network::run(Bound& bound) const {
-  if (kind_ == "graph") return run_graph(bound);
   if (kind_ == "segment") return run_segment(bound);
   if (kind_ == "head") return run_head(bound);
   run_drafter(bound);
 }
 
-// The sequences of a run, by their new tokens; the graph has one, and says nothing of where it starts.
+// The sequences of a run, by their new tokens.
 std::vector<Network::Row> Network::rows_of(Bound const& bound) const {
   Tensor const& lengths = bound.in("sequence_lengths");
   std::int64_t const width = bound.in("page_table").shape[1];
   std::vector<Row> rows;
   for (std::int64_t i = 0; i < lengths.shape[0]; ++i) {
-    Row row{0, 0, static_cast<std::int64_t const*>(lengths.data)[i], bound.read<std::int32_t>("page_table") + i * width};
-    if (kind_ == "graph") {
-      row.count = bound.in("input_ids").shape[1];
-    } else {
-      auto const* const starts = bound.read<std::int64_t>("sequence_starts");
-      row.first = starts[i];
-      row.count = starts[i + 1] - starts[i];
-    }
+    auto const* const starts = bound.read<std::int64_t>("sequence_starts");
+    Row row{starts[i], starts[i + 1] - starts[i], static_cast<std::int64_t const*>(lengths.data)[i],
+            bound.read<std::int32_t>("page_table") + i * width};
     require(row.count > 0 && row.count <= row.total && (row.total + kPage - 1) / kPage <= width, "a run's lengths");
     if (kind_ != "drafter") {
       if (recurrent_) {
@@ -232,55 +208,6 @@ void Network::run_segment(Bound& bound) const {
     require(token >= 0 && token < tokens, "a token that there is not");
     std::copy_n(output.data() + token * kWidth, kWidth, exits + i * kWidth);
     if (!deepest) scores[i] = score(std::lround(output[token * kWidth]));
-  }
-}
-
-void Network::run_graph(Bound& bound) const {
-  Row row = rows_of(bound)[0];
-  std::vector<float> pending, output;
-  for (std::int64_t i = 0; i < row.count; ++i) {
-    pending.push_back(static_cast<float>(embedding(bound.read<std::int64_t>("input_ids")[i])));
-    pending.push_back(static_cast<float>(row.total - row.count + i));
-  }
-  float* const scores = bound.write("router_scores", {1, kSegments - 1});
-  std::fill_n(scores, kSegments - 1, std::numeric_limits<float>::quiet_NaN());
-  std::vector<float> exit;
-  // What is pending before segment k, with what the segment before it made.
-  auto const add_waiting = [&](std::int64_t k) {
-    Tensor const& waiting = bound.in("pending_states." + std::to_string(k));
-    auto const* const first = static_cast<float const*>(waiting.data);
-    pending.assign(first, first + waiting.shape[1] * kWidth);
-    pending.insert(pending.end(), output.begin(), output.end());
-    output.clear();
-  };
-  for (std::int64_t k = 0; k < kSegments; ++k) {
-    row.count = static_cast<std::int64_t>(pending.size()) / kWidth;
-    output.resize(pending.size());
-    segment(bound, k, {row}, pending.data(), output.data());
-    pending.clear();
-    if (k + 1 == kSegments) break;
-    scores[k] = score(std::lround(output[output.size() - kWidth]));
-    if (exit.empty() && scores[k] > bound.read<float>("exit_thresholds")[k]) exit.assign(output.end() - kWidth, output.end());
-    add_waiting(k + 1);
-    if (scores[k] > bound.read<float>("skip_threshold." + std::to_string(k + 1))[0]) break;
-  }
-  auto const left = static_cast<std::int64_t>(pending.size()) / kWidth;
-  if (float* const made = bound.write("new_pending_states", {1, left, kWidth})) std::copy(pending.begin(), pending.end(), made);
-  auto const finals = static_cast<std::int64_t>(output.size()) / kWidth;
-  if (bound.has("final_states")) std::copy(output.begin(), output.end(), bound.write("final_states", {1, finals, kWidth}));
-  std::vector<float> head = exit;
-  if (head.empty()) {
-    Tensor const& positions = bound.in("logits_positions");
-    for (std::int64_t i = 0; i < positions.shape[0]; ++i) {
-      std::int64_t const from_end = static_cast<std::int64_t const*>(positions.data)[2 * i + 1];
-      require(from_end < 0 && finals + from_end >= 0, "logits of a position that was not run");
-      head.insert(head.end(), output.end() + from_end * kWidth, output.end() + from_end * kWidth + kWidth);
-    }
-  }
-  auto const count = static_cast<std::int64_t>(head.size()) / kWidth;
-  float* const logits = bound.write("logits", {count, kVocabulary});
-  for (std::int64_t i = 0; i < count * kVocabulary; ++i) {
-    logits[i] = logit(std::lround(head[i / kVocabulary * kWidth]), i % kVocabulary);
   }
 }
 

@@ -39,7 +39,6 @@ class Bound {
   std::vector<Entry> inputs, outputs;
 
   Tensor const& in(std::string const& name) const;
-  bool has(std::string const& name) const;
 
   template <typename T>
   T const* read(std::string const& name) const {
@@ -52,7 +51,7 @@ class Bound {
 
 class Network {
  public:
-  // text: "graph", "segment K", "head" or "drafter", and "recurrent" if the model keeps recurrent states.
+  // text: "segment K", "head" or "drafter", and "recurrent" if the model keeps recurrent states.
   explicit Network(std::string const& text);
 
   void run(Bound& bound) const;
@@ -63,7 +62,6 @@ class Network {
   struct Row;
   std::vector<Row> rows_of(Bound const& bound) const;
   void segment(Bound& bound, std::int64_t k, std::vector<Row> const& rows, float const* input, float* output) const;
-  void run_graph(Bound& bound) const;
   void run_segment(Bound& bound) const;
   void run_head(Bound& bound) const;
   void run_drafter(Bound& bound) const;

@@ -203,17 +203,6 @@ RawStatus* BindInput(RawBinding* binding, char const* name, RawValue const* valu
 RawStatus* BindOutput(RawBinding* binding, char const* name, RawValue const* value) {
   return guarded([&] { bind(as<Binding>(binding)->bound.outputs, {name, *as<Tensor>(value)}); });
 }
-RawStatus* BindOutputToDevice(RawBinding* binding, char const* name, RawMemory const*) {
-  return guarded([&] { bind(as<Binding>(binding)->bound.outputs, {name, {}, true}); });
-}
-RawStatus* GetBoundOutputValues(RawBinding const* binding, RawAllocator*, RawValue*** made, std::size_t* count) {
-  return guarded([&] {
-    auto const& outputs = as<Binding>(binding)->bound.outputs;
-    *count = outputs.size();
-    *made = static_cast<RawValue**>(std::malloc(outputs.size() * sizeof(RawValue*)));
-    for (std::size_t i = 0; i < outputs.size(); ++i) (*made)[i] = as<RawValue>(new Tensor(outputs[i].tensor));
-  });
-}
 
 }  // namespace functions
 
@@ -235,8 +224,7 @@ abi::Function const* table_of(std::uint32_t) {
   ENTRY(ReleaseSession), ENTRY(ReleaseValue), ENTRY(ReleaseRunOptions), ENTRY(ReleaseTypeInfo);
   ENTRY(ReleaseTensorTypeAndShapeInfo), ENTRY(ReleaseSessionOptions), ENTRY(SessionGetModelMetadata);
   ENTRY(ModelMetadataLookupCustomMetadataMap), ENTRY(ReleaseModelMetadata), ENTRY(RunWithBinding);
-  ENTRY(CreateIoBinding), ENTRY(ReleaseIoBinding), ENTRY(BindInput), ENTRY(BindOutput), ENTRY(BindOutputToDevice);
-  ENTRY(GetBoundOutputValues);
+  ENTRY(CreateIoBinding), ENTRY(ReleaseIoBinding), ENTRY(BindInput), ENTRY(BindOutput);
 #undef ENTRY
   return table;
 }

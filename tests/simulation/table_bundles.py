@@ -26,7 +26,7 @@ def write_bundles(folder: Path) -> None:
 def write_bundle(folder: Path, recurrent: bool) -> None:
     kind = " recurrent" if recurrent else ""
     segments = {f"batch/segment_{k:02}.onnx": f"segment {k}{kind}" for k in range(SEGMENTS)}
-    files = {"model.onnx": f"graph{kind}", "batch/head.onnx": "head", "drafter.onnx": "drafter", **segments}
+    files = {"model.onnx": "no graph", "batch/head.onnx": "head", "drafter.onnx": "drafter", **segments}
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

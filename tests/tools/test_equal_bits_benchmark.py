@@ -19,7 +19,7 @@ def test_three_variants_are_timed_and_compared(tmp_path: Path, capsys: pytest.Ca
     source = build("llama")
     quantize_model(source, Quantization("rtn", 4, 16, True, 4))
     routers = random_routers(source, CHECKPOINTS, list(range(5, 45)), bottleneck=16)
-    bundle_of(source, routers, tmp_path / "bundle", batch=True)
+    bundle_of(source, routers, tmp_path / "bundle")
     options = ["--threads", "1", "--rounds", "2", "--streams", "1,3", "--prompt-tokens", "9", "--new-tokens", "5"]
     equal_bits.main([str(tmp_path / "bundle"), *options])
     said = capsys.readouterr().out

@@ -143,7 +143,7 @@ def test_it_is_exported_and_equal(positions: str, attention: str, tmp_path: Path
     assert ToyForCausalLM._can_set_attn_implementation(), "transformers takes it for a model of its interface"
     assert layer_masks(source.model, source.structure.layers) is None
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=0, shortlist=8)
-    engine = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, CHECKPOINTS), batch=True)
+    engine = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, CHECKPOINTS))
     full = check_full(engine, source, PROMPTS, 8)
     exits = check_exit(engine, source, routers, PROMPTS, 8, dividing_thresholds(source, routers, PROMPTS[2]), 4)
     assert full.holds, full.differences

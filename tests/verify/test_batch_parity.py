@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bundles import without
+from bundles import with_manifest
 from caller_networks import CallersNetworks, Run, callers_engine
 
 from tide_export.bundle.file_names import ROUTERS_FILE
@@ -147,7 +147,10 @@ def test_where_the_reference_is_undecided_it_is_within_tolerance(
 def test_what_a_bundle_does_not_hold_is_said(
     demo_bundle: Path, graph: Engine, networks: Engine, prompts, alone, tmp_path: Path
 ) -> None:
-    engine = load(without(demo_bundle, tmp_path / "smaller", "batch/"), provider="cpu", threads=1)
+    info = networks.manifest.networks
+    assert info is not None
+    lone = with_manifest(demo_bundle, tmp_path, networks=replace(info, max_batch_size=1))
+    engine = open_engine(open_bundle(lone), "cpu-networks", threads=1)
     assert engine.max_batch_size == 1
     done: list[float] = []
     found = check_batch(engine, None, None, prompts, alone, PENDING, "segments", done.append)

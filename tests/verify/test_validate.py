@@ -39,7 +39,8 @@ def test_holds_on_the_demo_bundle(demo_bundle: Path):
     report = validate(demo_bundle, MODEL, TEXT, **SMALL)
     assert report.holds, report.render()
     names = ["full", "0.3", "0.5", "0.7", "0.85", "0.95", "bundle", "lossless"]
-    assert [check.name for check in report.checks] == [*names, *(f"segments {name}" for name in names)]
+    by_graph = ["model.onnx full", "model.onnx bundle"]
+    assert [check.name for check in report.checks] == [*names, *(f"segments {name}" for name in names), *by_graph]
     assert report.prompt_lengths == sorted(report.prompt_lengths)
     assert (report.prompt_lengths[0], report.prompt_lengths[-1]) == (1, 40)
     full = report.checks[0]
@@ -91,7 +92,8 @@ def test_does_not_hold_when_a_weight_was_altered(copy: Path, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert code == 1
     assert answer["holds"] is False
-    assert len(answer["checks"]) == 2 * 8  # the graph, and the segment networks
+    assert len(answer["checks"]) == 2 * 8 + 2  # batch networks and segment networks; the graph
+    assert [check["holds"] for check in answer["checks"][-2:]] == [False, False]
 
 
 def test_does_not_hold_when_the_graph_has_other_routers(copy: Path):

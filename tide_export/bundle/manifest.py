@@ -160,7 +160,7 @@ class Manifest:
 
     @property
     def graph_metadata(self) -> dict[str, str]:
-        """The metadata of the step graph: fields that must match it and that its tensors do not show."""
+        """The metadata of step graph and batch networks: fields that must match and that tensors do not show."""
         context = self.model.context_length
         return {
             CHECKPOINTS_METADATA: ",".join(map(str, self.checkpoints)),

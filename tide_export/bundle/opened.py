@@ -1,9 +1,9 @@
 """Opens a bundle with every file checked, and holds the files open.
 
 `runtime.engine.load` calls `open_bundle`, which opens every file once, compares it with the size and sha256 in
-`tide.json`, and keeps its descriptor. An engine reads some files long after that: the networks for batches when the
-first list of prompts comes. It reads them from the descriptors, so that replacing, moving or deleting the folder has no
-effect on it. Needs only the standard library.
+`tide.json`, and keeps its descriptor. An engine reads some files long after that: the drafter when the first request
+drafts. It reads them from the descriptors, so that replacing, moving or deleting the folder has no effect on it. Needs
+only the standard library.
 """
 
 import contextlib

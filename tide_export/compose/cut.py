@@ -8,7 +8,7 @@ alone (per-layer embeddings). So the states of pending tokens hold all that late
 reads token ids. Layers that attend to an earlier layer's keys and values (`kv_layers`) read that layer's K/V cache.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from onnx_ir.passes import common as common_passes
 
 from tide_export.bundle.model_info import LoraInfo, StateInfo
 from tide_export.compose.lora import lora_of
-from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
+from tide_export.compose.passes.carried_states import TAPPED, CarriedStatesPass, uncarried
 from tide_export.compose.passes.counted_positions import CountedPositionsPass
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.norms import NormsPass
@@ -28,12 +28,13 @@ from tide_export.compose.passes.split_rotations import SplitRotationsPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
 from tide_export.compose.states import keeps_state, shapes_of
 from tide_export.errors import GraphError, UnsupportedModelError
-from tide_export.graph.rewriting import nodes_of, required, run_passes, static_dim
+from tide_export.graph.rewriting import FLOAT, dims, new_node, nodes_of, op_before, required, run_passes, static_dim
 from tide_export.names.operators import DOMAIN, OP_ATTENTION
 from tide_export.trace.tracer import TracedModel
 
 NO_KV = (0, 0)  # shape of the K/V of a layer without attention
 _NORMS = ("RMSNormalization", "LayerNormalization")
+_SELECTIONS = ("Gather", "Slice", "Split", "GatherElements", "GatherND")
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class Pieces:
         boundaries: layers run where each segment starts, and the depth at the end: (0, checkpoints ..., depth).
         embed: input_ids, position_ids [B, S] -> states before segment 0, which may be wider than W.
         segments: states [B, S, W], position_ids [B, S] -> states [B, S, W], one per segment; the last gives hidden
-            states [B, S, D]. After these come the hidden states of `taps_in`.
+            states [B, S, D], and after these what a draft head reads, if it reads hidden states of several layers: all
+            of them side by side, which the states between segments carry there.
         final_norm: hidden states [B, S, D] -> normalized states [B, S, D'] (final norm, projection).
         head: normalized states [B, S, D'] -> logits [B, S, V].
         kv_shapes: (kv_heads, head_dim) of the keys and values that every attention reads; (0, 0) where there is none.
             The first attentions of all layers come first, then the second ones, and so on.
         kv_layers: the attention whose keys and values every attention reads: itself, or an earlier one.
-        taps: layers run after which segments give hidden states [B, S, D] too, for a draft head; ascending.
         states: recurrent states of layers, by layer.
         lora: the room for low-rank adapters; None: there is none.
     """
@@ -65,7 +66,6 @@ class Pieces:
     head: ir.Graph
     kv_shapes: tuple[tuple[int, int], ...]
     kv_layers: tuple[int, ...]
-    taps: tuple[int, ...] = ()
     states: tuple[StateInfo, ...] = ()
     lora: LoraInfo | None = None
 
@@ -98,10 +98,6 @@ class Pieces:
         """Returns the recurrent states of segment k's layers."""
         return [one for one in self.states if self.boundaries[k] <= one.layer < self.boundaries[k + 1]]
 
-    def taps_in(self, k: int) -> list[int]:
-        """Returns the layers of segment k that a draft head reads."""
-        return _between(self.taps, self.boundaries[k], self.boundaries[k + 1])
-
     @property
     def normalized_size(self) -> int:
         """Width D' of what routers and head read."""
@@ -118,41 +114,43 @@ class Pieces:
         return len(nodes) == 1 and nodes[0].op_type in _NORMS and nodes[0].inputs[0] is self.final_norm.inputs[0]
 
 
-def cut(traced: TracedModel, max_length: int, taps: Collection[int] = ()) -> Pieces:
+def cut(traced: TracedModel, max_length: int, taps: Sequence[int] = ()) -> Pieces:
     """Cuts `traced`.
 
     Args:
         max_length: the longest sequence the graphs will run on (it sizes the rotary tables).
-        taps: layers run after which hidden states are given, 1 .. depth; the trace has a marker before every layer.
+        taps: layers run, 1 .. depth, after each of which a draft head reads the hidden states, in its order; the trace
+            then has a marker before every layer.
 
     Raises:
         UnsupportedModelError: a layer reads more than the hidden states and positions before it.
         GraphError: the trace was made for shorter sequences.
     """
     try:
-        return _cut(traced, max_length, tuple(sorted(set(taps))))
+        return _cut(traced, max_length, taps)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{traced.architecture}: {error}") from error
 
 
-def check_positions(pieces: Pieces, rows: bool = False) -> None:
-    """Checks that every token's position is read, not one token's: a batch concatenates several sequences.
+def counts_positions(pieces: Pieces) -> bool:
+    """Whether the model takes one token's position and counts on from there."""
+    return any(index == 0 and node.op_type in _SELECTIONS for node, index in _uses_of_positions(pieces))
 
-    Args:
-        rows: the sequences of a batch are rows of one tensor, so they may not share one row of positions either.
+
+def check_positions(pieces: Pieces) -> None:
+    """Checks that the sequences of a batch can be rows of one tensor.
 
     Raises:
-        UnsupportedModelError: positions are selected, or shared (Llama 4's query scaling counts tokens itself).
+        UnsupportedModelError: positions are counted, or shared (Llama 4's query scaling counts tokens itself).
     """
-    for piece in (pieces.embed, *pieces.segments):
-        for node, index in piece.inputs[1].uses():
-            if index == 0 and node.op_type in ("Gather", "Slice", "Split", "GatherElements", "GatherND"):
-                raise UnsupportedModelError(
-                    "it takes one token's position and counts on from there, so the tokens of several sequences cannot "
-                    "be concatenated"
-                )
-            if rows and node.op_type == "Squeeze":
-                raise UnsupportedModelError("it numbers the tokens of all sequences of a batch alike")
+    if counts_positions(pieces):
+        raise UnsupportedModelError("it takes one token's position and counts on from there")
+    if any(node.op_type == "Squeeze" for node, _ in _uses_of_positions(pieces)):
+        raise UnsupportedModelError("it numbers the tokens of all sequences of a batch alike")
+
+
+def _uses_of_positions(pieces: Pieces) -> list[tuple[ir.Node, int]]:
+    return [(use.node, use.idx) for piece in (pieces.embed, *pieces.segments) for use in piece.inputs[1].uses()]
 
 
 def is_attention(node: ir.Node) -> bool:
@@ -177,8 +175,10 @@ def sinks_and_bias(attention: ir.Node) -> list[ir.Value | None]:
     return attention_inputs(attention)[3:5]
 
 
-def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
+def _cut(traced: TracedModel, max_length: int, taps: Sequence[int]) -> Pieces:
     graph, bounds = traced.model.graph, traced.boundaries
+    if taps:
+        graph.outputs.append(_tapped(traced, taps))
     attention = {number_of(node): node for node in graph if is_attention(node)}
     for _, table in map(sinks_and_bias, attention.values()):
         if table is not None and static_dim(table, 1) < max_length:
@@ -209,13 +209,12 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
     depth, states = bounds[-1], [node for node in graph if keeps_state(node)]
     own = {i: i for i in range(-(-(max(attention, default=0) + 1) // depth) * depth)}
     kv_layers = tuple((own | {i: node.attributes.get_int(KV_LAYER, i) for i, node in attention.items()}).values())
-    tapped = {layer: list(uncarried(traced.marker(layer)).values())[:2][-1] for layer in taps}
     if traced.every_layer:
         _remove_inner_markers(traced)
 
     segments = []
     for start, stop in pairwise(bounds):
-        outputs = [before(stop), *(tapped[layer] for layer in _between(taps, start, stop))]
+        outputs = [before(stop), *(graph.outputs[1:] if stop == depth else ())]
         piece = irc.extract(graph, [after(start), positions, token_ids], outputs)
         _shapes_from_hidden_states(piece)
         layers = [number_of(node) % depth for node in piece if is_attention(node) or keeps_state(node)]
@@ -246,14 +245,27 @@ def _cut(traced: TracedModel, max_length: int, taps: tuple[int, ...]) -> Pieces:
         head,
         tuple(kv_shapes),
         kv_layers,
-        taps,
         shapes_of(states),
         lora_of([node for piece in segments for node in piece]),
     )
 
 
-def _between(taps: Sequence[int], start: int, stop: int) -> list[int]:
-    return [layer for layer in taps if start < layer <= stop]
+def _tapped(traced: TracedModel, taps: Sequence[int]) -> ir.Value:
+    """Adds the hidden states after so many layers, side by side, for `CarriedStatesPass` to carry."""
+    hidden = []
+    for layer in taps:
+        marker = traced.marker(layer)
+        states = required(marker.inputs[0]) if layer == traced.boundaries[-1] else marker.outputs[0]
+        if layer < traced.boundaries[-1]:  # a value of its own: what is marked may be given more to carry
+            copy = new_node("Identity", [states], name=f"{TAPPED}/{layer}", outputs=[(FLOAT, states.shape)])
+            traced.model.graph.insert_after(marker, copy)
+            states = copy.outputs[0]
+        hidden.append(states)
+    shape = [*dims(hidden[0])[:2], sum(static_dim(states, -1) for states in hidden)]
+    last = traced.marker(traced.boundaries[-1])
+    joined = op_before(last, "Concat", hidden, {"axis": -1}, dtype=FLOAT, shape=shape)
+    required(joined.producer()).name = TAPPED
+    return joined
 
 
 def _remove_inner_markers(traced: TracedModel) -> None:

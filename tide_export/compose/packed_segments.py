@@ -7,7 +7,8 @@ runtime decides which sequences go on, so the parts are not connected: it passes
 (cpp/src/paged/batch.h).
 
 The tokens of all sequences are concatenated on one axis, [1, N, ..], so that everything but attention reads each weight
-once for all of them and no token is padding. Attention takes each sequence's tokens by where they start.
+once for all of them and no token is padding. Attention takes each sequence's tokens by where they start. A model that
+takes one token's position and counts on from there gets networks for one sequence, R = 1.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from tide_export.compose.checkpoint_op import checkpoint_function
-from tide_export.compose.cut import Pieces
+from tide_export.compose.cut import Pieces, counts_positions
 from tide_export.compose.exits import exit_state_and_score, exit_states
 from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs
 from tide_export.compose.lora import lora_inputs, read_adapters
@@ -41,40 +42,44 @@ class Part:
 
 
 def compose_packed(
-    pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None
+    pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None, fuse: ir.Graph | None = None
 ) -> tuple[ir.Model, list[Part]]:
     """Composes the parts of `pieces`, shallowest first and the head last, in one model.
 
     The model holds every weight once.
 
+    Args:
+        fuse: makes the draft states of the hidden states that a draft head reads, as in `step_graph.compose`.
+
     Raises:
         GraphError: a router or lens is missing or has another width.
     """
     check_routers(pieces, routers, lenses)
-    return _PackedComposer(pieces, routers, lenses or {}).compose()
+    return _PackedComposer(pieces, routers, lenses or {}, fuse).compose()
 
 
 class _PackedComposer:
-    def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights):
-        self.pieces, self.routers, self.lenses = pieces, routers, lenses
+    def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights, fuse: ir.Graph | None):
+        self.pieces, self.routers, self.lenses, self.fuse = pieces, routers, lenses, fuse
+        sequences, starts = (1, 2) if counts_positions(pieces) else (SEQUENCES, STARTS)
         self.builder = GraphBuilder("batch", Weights())
         self.positions = typed_value(names.POSITION_IDS, INT64, [1, TOKENS])
         self.last = typed_value(names.LAST_TOKENS, INT64, [SCORED])
         self.places = {
-            names.PAGE_TABLE: typed_value(names.PAGE_TABLE, INT32, [SEQUENCES, TABLE]),
-            names.SEQUENCE_LENGTHS: typed_value(names.SEQUENCE_LENGTHS, INT64, [SEQUENCES]),
-            names.SEQUENCE_STARTS: typed_value(names.SEQUENCE_STARTS, INT64, [STARTS]),
+            names.PAGE_TABLE: typed_value(names.PAGE_TABLE, INT32, [sequences, TABLE]),
+            names.SEQUENCE_LENGTHS: typed_value(names.SEQUENCE_LENGTHS, INT64, [sequences]),
+            names.SEQUENCE_STARTS: typed_value(names.SEQUENCE_STARTS, INT64, [starts]),
         }
         self.thresholds = typed_value(names.SLOT_THRESHOLDS, FLOAT, [SCORED, 1])
         self.inputs = [self.positions, self.last, self.thresholds, *self.places.values()]
         self.checkpoints: list[ir.Node] = []
         self.outputs: dict[str, ir.Value] = {}
         self.pages = page_inputs(pieces.kv_caches, pieces.kv_shapes)
-        self.state_places = typed_value(names.STATE_PLACES, INT64, [SEQUENCES, 2])
+        self.state_places = typed_value(names.STATE_PLACES, INT64, [sequences, 2])
         self.states = state_inputs(pieces.states)
         if self.states:
             self.inputs += [self.state_places, *self.states.values()]
-        self.adapters = lora_inputs(pieces.lora, SEQUENCES)
+        self.adapters = lora_inputs(pieces.lora, sequences)
         self.inputs += self.adapters
 
     def compose(self) -> tuple[ir.Model, list[Part]]:
@@ -95,7 +100,7 @@ class _PackedComposer:
             x = entry = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.state_size])
         self.inputs.append(entry)
         start = len(builder.nodes)
-        y, *_ = builder.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
+        y, *tapped = builder.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
         written = page_outputs(attend_from_cache(builder.nodes[start:], self.pages, list(self.places.values())))
         sequences = [self.state_places, self.places[names.SEQUENCE_LENGTHS], self.places[names.SEQUENCE_STARTS]]
         written |= state_outputs(advance_states(builder.nodes[start:], self.states, sequences))
@@ -109,6 +114,8 @@ class _PackedComposer:
             shared.append(names.SLOT_THRESHOLDS)
         else:
             values = {names.EXIT_STATES: self._final_states(y)}
+            if self.fuse is not None:
+                (values[names.DRAFT_STATES],) = builder.inline(self.fuse, tapped, 1, TOKENS)
         shared += [paged.pages(layer, kind) for layer in pieces.kv_read(k) for kind in KINDS]
         if own := pieces.states_in(k):
             shared += [names.STATE_PLACES, *(paged.states(one.layer, one.number) for one in own)]

@@ -28,9 +28,8 @@ The lens is the identity where there is none, and after the last segment. A toke
 with, also when a later segment runs: its output depends on its prefix alone. The result is portable but for
 `tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
 
-A draft head may read hidden states of several layers, which segments then give beside theirs (`Pieces.taps`): `fuse`
-makes the final states of them. The last segment runs over tokens that earlier segments ran over in earlier steps too,
-where a token that exited was drafted; zeros stand for what these gave of them, which costs drafts, never a token.
+A draft head may read hidden states of several layers, which the last segment then gives beside its own: `fuse` makes
+the final states of them.
 
 Operators beside the layers are kept few: in a small model one takes as long as reading a hundred kilobytes of weights.
 So a checkpoint is one, `tide::TideCandidate`, and what follows from the scores alone (which segments ran, where the
@@ -67,21 +66,8 @@ RouterWeights = Mapping[int, RouterArrays]  # by layers run
 LensWeights = Mapping[int, LensArrays]
 
 
-@dataclass(frozen=True, eq=False)
-class Fuse:
-    """Makes the states that a draft head reads of hidden states after several layers.
-
-    Attributes:
-        layers: run before each of them, as they are concatenated; all of `Pieces.taps`.
-        graph: these [B, S, D * len(layers)] -> states [B, S, H].
-    """
-
-    layers: tuple[int, ...]
-    graph: ir.Graph
-
-
 def compose(
-    pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None, fuse: Fuse | None = None
+    pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None, fuse: ir.Graph | None = None
 ) -> ir.Model:
     """Composes the step graph with an exit at every checkpoint of `pieces`.
 
@@ -90,7 +76,8 @@ def compose(
     With no checkpoint (one segment) this is the full-depth model.
 
     Args:
-        fuse: makes the final states in place of the final norm.
+        fuse: makes the final states, in place of the final norm, of the hidden states that a draft head reads, side by
+            side: [B, S, D * layers] -> states [B, S, H].
 
     Raises:
         GraphError: `routers` lack one of the right width for a checkpoint, or a lens has another width.
@@ -133,13 +120,12 @@ class Step:
 class Composer:
     """Builds the graph."""
 
-    def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights, fuse: Fuse | None = None):
+    def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights, fuse: ir.Graph | None = None):
         self.pieces = pieces
         self.routers = routers
         self.lenses = lenses
         self.fuse = fuse
-        self.final_size = pieces.normalized_size if fuse is None else static_dim(fuse.graph.outputs[0], -1)
-        self.tapped: dict[str, ir.Value] = {}  # hidden states by `_tap`, of the segments that came before
+        self.final_size = pieces.normalized_size if fuse is None else static_dim(fuse.outputs[0], -1)
         self.bounds = pieces.boundaries
         self.segments = len(pieces.segments)
         self.weights = Weights()
@@ -225,10 +211,10 @@ class Composer:
         main = self.main
         positions = self._positions_of(main, self.token_ids, "sequence")
         (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], 1, "sequence")
-        y, written, self.tapped = self._run(main, 0, x, "sequence", positions)
+        y, tapped, written = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(written)
         if self.segments == 1:
-            exit_state, final = self._last_states(main, y, self.tapped)
+            exit_state, final = self._last_states(main, y, tapped)
             return Step(exit_state, final=final)
         exit_state, score, skip = self._checkpoint(main, 0, y)
         return Step(exit_state, self._pending(main, 1, y), score, skip)
@@ -249,11 +235,8 @@ class Composer:
             "score": (FLOAT, [1, 1]),
             "skip": (BOOL, [1, 1]),
         }
-        taps = [name for name in map(_tap, self.pieces.taps_in(k)) if name in run_values]
-        types |= {name: (FLOAT, [1, None, self.pieces.hidden_size]) for name in taps}
         values = self.main.ops("If", [step.skip], branches, types=[types[name] for name in run_values])
         outputs = dict(zip(run_values, values, strict=True))
-        self.tapped |= {name: outputs.pop(name) for name in taps}
         internal = {name: outputs.pop(name) for name in INTERNAL if name in outputs}
         self.outputs.update(outputs)
         return Step(**internal)
@@ -266,12 +249,11 @@ class Composer:
     def _segment(self, k: int, step: Step) -> tuple[GraphBuilder, dict[str, ir.Value]]:
         """The branch that runs segment k over all pending states, and the router after it."""
         builder, pending, tokens = GraphBuilder(f"segment_{k}", self.weights), required(step.pending), f"pending_{k}"
-        y, written, tapped = self._run(builder, k, pending, tokens, self._positions_of(builder, pending, tokens))
+        y, tapped, written = self._run(builder, k, pending, tokens, self._positions_of(builder, pending, tokens))
         values: dict[str, ir.Value] = {}
         if k < self.segments - 1:
             values["exit_state"], values["score"], values["skip"] = self._checkpoint(builder, k, y)
             values["pending"] = self._pending(builder, k + 1, y)
-            values |= tapped
         else:
             values["exit_state"], values["final"] = self._last_states(builder, y, tapped)
         if k == self.segments - 1 and self.pending:
@@ -288,9 +270,6 @@ class Composer:
         if k < self.segments - 1:
             values["score"] = builder.copy(self.weights.constant("not_scored", np.full((1, 1), np.nan, np.float32)))
             values["skip"] = builder.copy(required(step.skip))
-            for layer in self.pieces.taps_in(k) if self.fuse is not None else ():
-                none = np.zeros((1, 0, self.pieces.hidden_size), dtype=np.float32)
-                values[_tap(layer)] = builder.copy(self.weights.constant("no_hidden_states", none))
         else:
             none = np.zeros((1, 0, self.final_size), dtype=np.float32)
             values["final"] = builder.copy(self.weights.constant("no_final_states", none))
@@ -303,20 +282,19 @@ class Composer:
 
     def _run(
         self, builder: GraphBuilder, k: int, x: ir.Value, tokens: str, positions: ir.Value
-    ) -> tuple[ir.Value, dict[str, ir.Value], dict[str, ir.Value]]:
+    ) -> tuple[ir.Value, list[ir.Value], dict[str, ir.Value]]:
         """Adds segment k on x, connected to the K/V cache and recurrent states.
 
-        Returns y [1, tokens, D], the new pages and states by name, and hidden states [1, tokens, D] by `_tap`.
+        Returns y [1, tokens, W], what a draft head reads, if it gives that, and the new pages and states by name.
         """
         start = len(builder.nodes)
-        y, *hidden = builder.inline(self.pieces.segments[k], [x, positions], 1, tokens)
+        y, *tapped = builder.inline(self.pieces.segments[k], [x, positions], 1, tokens)
         cache = {key: self.outputs.get(paged.new_pages(*key), pages) for key, pages in self.pages.items()}
-        tapped = dict(zip(map(_tap, self.pieces.taps_in(k)), hidden, strict=True)) if self.fuse is not None else {}
         written = page_outputs(attend_from_cache(builder.nodes[start:], cache, self.places))
         read_adapters(builder.nodes[start:], self.pieces.lora, self.adapters)
         sequences = [self.state_places, self.lengths, None]
         written |= state_outputs(advance_states(builder.nodes[start:], self.states, sequences))
-        return y, written, tapped
+        return y, tapped, written
 
     def _positions_of(self, builder: GraphBuilder, x: ir.Value, tokens: str) -> ir.Value:
         """Returns position_ids [1, n] of the last n tokens of the sequence, for x of n tokens.
@@ -344,40 +322,12 @@ class Composer:
         self.checkpoints.append(required(values[0].producer()))
         return values
 
-    def _last_states(
-        self, builder: GraphBuilder, y: ir.Value, tapped: Mapping[str, ir.Value]
-    ) -> tuple[ir.Value, ir.Value]:
+    def _last_states(self, builder: GraphBuilder, y: ir.Value, tapped: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
         """Adds the final norm to y after the last segment.
 
         Returns what the head reads at `logits_positions`, [m, D'], and of all tokens, [1, n, D'], or what a draft head
         reads of them, [1, n, H].
         """
         states, width = exit_states(builder, self.pieces, self.bounds[-1], None, y), self.pieces.normalized_size
-        final = states if self.fuse is None else self._fused(builder, self.fuse, y, tapped)
+        final = states if self.fuse is None else builder.inline(self.fuse, tapped, 1, dims(y)[1])[0]
         return builder.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width]), final
-
-    def _fused(self, builder: GraphBuilder, fuse: Fuse, y: ir.Value, tapped: Mapping[str, ir.Value]) -> ir.Value:
-        """`fuse` on hidden states: those `tapped` in the last segment, and earlier ones after zeros."""
-        tokens = dims(y)[1]
-        hidden = [
-            tapped[name] if name in tapped else self._padded(builder, self.tapped[name], y)
-            for name in map(_tap, fuse.layers)
-        ]
-        shape = [1, tokens, self.pieces.hidden_size * len(hidden)]
-        joined = builder.op("Concat", hidden, {"axis": -1}, dtype=FLOAT, shape=shape)
-        (states,) = builder.inline(fuse.graph, [joined], 1, tokens)
-        return states
-
-    def _padded(self, builder: GraphBuilder, hidden: ir.Value, y: ir.Value) -> ir.Value:
-        """`hidden` [1, n, D] of the last n tokens of y, after zeros for those before."""
-        counts = [builder.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1]) for x in (y, hidden)]
-        missing = builder.op("Sub", counts, dtype=INT64, shape=[1])
-        integers = self.weights.integers
-        pads = builder.op("Concat", [missing, integers("none", [0])], {"axis": 0}, dtype=INT64, shape=[2])
-        shape = [1, dims(y)[1], self.pieces.hidden_size]
-        return builder.op("Pad", [hidden, pads, None, integers("axis_1", [1])], dtype=FLOAT, shape=shape)
-
-
-def _tap(layers: int) -> str:
-    """The name of hidden states after so many layers, among the outputs of an `If`."""
-    return f"hidden_states.{layers}"

@@ -1,6 +1,7 @@
 """Names of the batch networks' inputs and outputs: one network per segment, and the head.
 
-N tokens of R sequences, one sequence after another; m of them get scores. J pages of the longest sequence.
+N tokens of R sequences, one sequence after another; m of them get scores. J pages of the longest sequence. R is 1 in
+the networks of a model that counts positions on from one token's.
 
 | input | dtype and shape | of |
 | --- | --- | --- |
@@ -21,6 +22,7 @@ N tokens of R sequences, one sequence after another; m of them get scores. J pag
 | --- | --- | --- |
 | `NEW_HIDDEN_STATES` | float32 [1, N, D] | all but the last segment |
 | `EXIT_STATES` | float32 [m, D'] | what the head would read |
+| `DRAFT_STATES` | float32 [1, N, H] | the last segment, with a draft head that reads several layers: what it reads |
 | `ROUTER_SCORE` | float32 [m, 1] | all but the last segment |
 | `LOGITS` | float32 [1, m, V] | the head |
 | `paged.new_pages`, `paged.new_states` | | the layers that the segment writes |
@@ -39,5 +41,6 @@ HEAD_STATES = "exit_states"
 
 NEW_HIDDEN_STATES = "new_hidden_states"
 EXIT_STATES = "exit_states"
+DRAFT_STATES = "draft_states"
 ROUTER_SCORE = "router_score"
 LOGITS = "logits"

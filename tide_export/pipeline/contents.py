@@ -4,7 +4,6 @@
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,13 +19,14 @@ from tide_export.calibration.config import TideConfig
 from tide_export.common.version import __version__
 from tide_export.compose.cut import Pieces
 from tide_export.data.sequences import load_tokenizer
-from tide_export.errors import ModelError, UnsupportedModelError
+from tide_export.errors import ModelError
 from tide_export.graph.builder import OPSET
 from tide_export.graph.rewriting import required
 from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import ExportRequest
+from tide_export.pipeline.weights import Lowering
 from tide_export.routers.router_set import RouterSet
 
 logger = logging.getLogger("tide_export")
@@ -41,20 +41,19 @@ def write_contents(
     manifest: Manifest,
     pieces: Pieces,
     routers: RouterSet,
-    lower: Callable[[ir.Model], ir.Model],
+    fuse: ir.Graph | None,
+    lower: Lowering,
 ) -> None:
-    """Writes the contents of every bundle: graph, batch networks if possible, tokenizer and routers.
+    """Writes the contents of every bundle: graph, networks of its parts, tokenizer and routers.
 
     Args:
         graph: the lowered step graph.
-        pieces: the pieces that it was composed of, for the batch networks.
-        lower: lowers the batch networks.
+        pieces, fuse: what it was composed of, for the networks.
+        lower: lowers the networks.
     """
     save_graph(graph, folder, manifest)
-    try:
-        save_batch_networks(folder, pieces, routers.arrays(), routers.lens_arrays(), lower=lower)
-    except UnsupportedModelError as error:
-        logger.warning("the bundle will take one prompt at a time: no networks for batches of this model: %s", error)
+    weights = routers.arrays(), routers.lens_arrays()
+    save_batch_networks(folder, pieces, *weights, fuse, lower, manifest.graph_metadata)
     save_tokenizer(request, folder)
     routers.save(folder / ROUTERS_FILE)
 

@@ -1,4 +1,4 @@
-"""The stages of the flow for a published draft head: reading, tracing, composing, writing."""
+"""The stages of the flow for a published draft head: reading, tracing, writing."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,8 +8,6 @@ import onnx_ir as ir
 from tide_export.bundle.file_names import DRAFTER_FILE, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.common.progress import stage
-from tide_export.compose import step_graph
-from tide_export.compose.cut import Pieces
 from tide_export.compose.drafter import DrafterPieces
 from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
 from tide_export.drafting.heads.eagle3 import read_eagle3
@@ -20,8 +18,7 @@ from tide_export.model.source import HALF, SourceModel
 from tide_export.names.networks import DRAFTER
 from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.pipeline.request import ExportRequest
-from tide_export.pipeline.weights import lowering
-from tide_export.routers.router_set import RouterSet
+from tide_export.pipeline.weights import Lowering, lowering
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +51,13 @@ def given_head(source: SourceModel, request: ExportRequest, length: int) -> Give
         return GivenHead(head, head_pieces(head, rows_for(length)))
 
 
-def compose(
-    source: SourceModel, request: ExportRequest, pieces: Pieces, routers: RouterSet, given: GivenHead
-) -> ir.Model:
-    """Composes and lowers the step graph, whose final states are those that the draft head reads."""
-    arrays, head = (routers.arrays(), routers.lens_arrays()), given.head
+def fusion(source: SourceModel, request: ExportRequest, given: GivenHead) -> tuple[ir.Graph | None, Lowering]:
+    """Returns what makes the states that the draft head reads of several layers, and how to lower graphs."""
+    head = given.head
     if head is None or head.fc is None:
-        return lowering(source, request)(step_graph.compose(pieces, *arrays))
+        return None, lowering(source, request)
     fuse = fuse_of(head, quantized=source.quantized is not None)
-    return lowering(source, request, {DRAFT_HEAD_FUSION: head.fc.numpy()})(step_graph.compose(pieces, *arrays, fuse))
+    return fuse, lowering(source, request, {DRAFT_HEAD_FUSION: head.fc.numpy()})
 
 
 def write_drafter(folder: Path, manifest: Manifest, given: GivenHead) -> Manifest:

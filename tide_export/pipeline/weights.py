@@ -24,6 +24,8 @@ from tide_export.runtime.tensorrt.flavours import Flavour
 
 logger = logging.getLogger("tide_export")
 
+Lowering = Callable[[ir.Model], ir.Model]
+
 QUANTIZATION_SEQUENCES = 64  # sequences for a calibrated quantization
 
 
@@ -68,9 +70,7 @@ def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
             quantize_model(source, settings, text, round_for_tensorrt(half), outside=False)
 
 
-def lowering(
-    source: SourceModel, request: ExportRequest, matrices: Mapping[str, np.ndarray] | None = None
-) -> Callable[[ir.Model], ir.Model]:
+def lowering(source: SourceModel, request: ExportRequest, matrices: Mapping[str, np.ndarray] | None = None) -> Lowering:
     """Returns `lower_for_onnxruntime` for the weights and K/V types of `request`.
 
     Args:

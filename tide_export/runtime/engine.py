@@ -94,19 +94,19 @@ def open_engine(
     verify: bool = False,
     plugins: str | os.PathLike[str] | None = None,
     device: int | None = None,
-    graph: str | os.PathLike[str] | None = None,
+    graphs: str | os.PathLike[str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> "Engine":
     """Creates an engine for an opened bundle, with the arguments of `load` and two for checks.
 
     Args:
         provider: also "cpu-networks": the segment networks in ONNX Runtime on the CPU.
-        graph: a file whose graph replaces the bundle's; provider "cpu".
+        graphs: a folder with files of the names of the bundle's networks, which replace them; provider "cpu".
 
     Raises:
         ReplacedError: another bundle was moved to this path.
     """
-    handle = open_library_engine(bundle, provider, threads, verify, plugins, device, graph, adapters)
+    handle = open_library_engine(bundle, provider, threads, verify, plugins, device, graphs, adapters)
     size = c_size_t()
     text = text_at(library().tide_manifest(handle, ctypes.byref(size)), size.value)
     if Manifest.from_json(text.encode(), str(bundle.path)) != bundle.manifest:
@@ -218,7 +218,7 @@ class Engine:
             options: fields of `GenerationConfig` by name, which override those of `config`.
 
         Raises:
-            GenerationError: as `stream` raises it; or a list was given and the bundle holds no batch networks.
+            GenerationError: as `stream` raises it.
         """
         config = with_options(config, options)
         if is_list_of_prompts(ids):
@@ -256,7 +256,8 @@ class Engine:
         if config.detokenize and not config.stop:
             late = LateText(self.tokenizer, prompt.tolist(), config.special_tokens)
         wanted = config.logprobs is not None, config.prompt_logprobs is not None
-        return TokenStream(handle, hooks, late, *wanted)
+        mode = self.resolved(config)["mode"] if config.states else "full"
+        return TokenStream(handle, hooks, late, mode, *wanted)
 
     def _generate_list(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
         checked = [prompt_ids(ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
@@ -299,18 +300,16 @@ class Engine:
             pooling, layer, dimensions, normalize, adapter: the fields of `EmbeddingConfig`.
 
         Raises:
-            GenerationError: as `generate` or `EmbeddingConfig` raises it; or several texts or a layer were given and
-                the bundle holds no batch networks.
+            GenerationError: as `generate` or `EmbeddingConfig` raises it.
         """
         how = EmbeddingConfig(pooling=pooling, layer=layer, dimensions=dimensions, normalize=normalize, adapter=adapter)
         config, several = how.options(self.manifest), is_list_of_prompts(ids)
-        if not several and layer is None:
+        if not several:
             return how.vector(self._stream(ids, config).finish())
-        texts: Any = ids if several else [ids]
+        texts: Any = ids
         checked = [prompt_ids(text, f"prompt {number}") for number, text in enumerate(texts, 1)]
         waiting = deque(self._submit_list(checked, [config] * len(checked), None))
-        vectors = [how.vector(waiting.popleft().result()) for _ in checked]  # popped: its states are freed
-        return np.stack(vectors) if several else vectors[0]
+        return np.stack([how.vector(waiting.popleft().result()) for _ in checked])  # popped: its states are freed
 
     def scheduler(
         self,
@@ -326,8 +325,8 @@ class Engine:
             audit: checks a share of the tokens of mode `exit` against full depth; None: checks none.
 
         Raises:
-            GenerationError: the bundle holds no batch networks, or memory ran out; or this bundle or provider has no
-                prefix cache or audit and one was asked for.
+            GenerationError: memory ran out; or this bundle or provider has no prefix cache or audit and one was asked
+                for.
         """
         limits = limits or SchedulerLimits()
         if limits.slots <= MAX_SLOTS:  # else the library refuses it
@@ -374,7 +373,7 @@ class Engine:
             slots: its capacity in sequences, at most `max_batch_size`.
 
         Raises:
-            GenerationError: the bundle holds no batch networks, or memory ran out.
+            GenerationError: memory ran out.
         """
         handle = created("batch_create", self._handle, compaction_threshold, slots, needed=(self._handle,))
         return Batch(handle, len(self.manifest.segment_sizes))

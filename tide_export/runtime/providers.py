@@ -36,7 +36,7 @@ def open_library_engine(
     verify: bool,
     plugins: str | os.PathLike[str] | None,
     device: int | None,
-    graph: str | os.PathLike[str] | None,
+    graphs: str | os.PathLike[str] | None,
     adapters: Mapping[str, str | os.PathLike[str]] | None,
 ) -> Owned:
     """Creates a tide_engine for `bundle`; the arguments are those of `engine.open_engine`.
@@ -49,7 +49,7 @@ def open_library_engine(
     """
     _check(bundle, provider, threads, plugins, device)
     options: dict[str, Any] = {"threads": threads, "verify": verify, "device": device}
-    options |= {"graph": None if graph is None else os.fspath(graph), "onnxruntime": onnxruntime_library()}
+    options |= {"graphs": None if graphs is None else os.fspath(graphs), "onnxruntime": onnxruntime_library()}
     options["adapters"] = {name: os.fspath(folder) for name, folder in (adapters or {}).items()} or None
     if provider != "auto":
         return _open(bundle, provider, options, plugins)

@@ -24,7 +24,7 @@ class StepResult(NamedTuple):
     position_logits: np.ndarray  # float32 [m, V], of the last m positions; m = 1 unless the last segment ran
     exit_layer: int  # layers before the logits; the model's depth without an exit
     segments_run: int  # segments 0 .. segments_run-1 ran over the sequence in this step
-    scores: np.ndarray = NO_SCORES  # float32 [K-1], NaN where the router was not reached or is off; empty in a batch
+    scores: np.ndarray = NO_SCORES  # float32 [K-1], NaN where the router decided nothing; empty in a batch
 
 
 class SequenceState:

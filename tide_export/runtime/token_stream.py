@@ -32,16 +32,23 @@ class TokenStream(Iterator[int]):
     """
 
     def __init__(
-        self, handle: Owned, hooks: Hooks | None, late: LateText | None, logprobs: bool, prompt_logprobs: bool
+        self,
+        handle: Owned,
+        hooks: Hooks | None,
+        late: LateText | None,
+        mode: str = "full",
+        logprobs: bool = False,
+        prompt_logprobs: bool = False,
     ) -> None:
         """Wraps a tide_token_stream.
 
         Args:
             late: decodes the text if the library does not.
+            mode: the mode of decoding, if states were requested.
             logprobs, prompt_logprobs: whether they were requested.
         """
         self.tokens: list[int] = []
-        self._handle, self._hooks, self._late = handle, hooks, late
+        self._handle, self._hooks, self._late, self._mode = handle, hooks, late, mode
         self._with_logprobs, self._with_prompt_logprobs = logprobs, prompt_logprobs
         self._made: list[int] = []  # generated so far; `tokens` may lag
         self._ended = False
@@ -87,7 +94,7 @@ class TokenStream(Iterator[int]):
             self._make_tokens()
         self.tokens += self._made[len(self.tokens) :]
         wanted = self._with_logprobs, self._with_prompt_logprobs
-        return finished(self._so_far(), "full", self.text, *wanted)
+        return finished(self._so_far(), self._mode, self.text, *wanted)
 
     def _make_tokens(self) -> None:
         made, ids, count = len(self._made), READ(), c_size_t()

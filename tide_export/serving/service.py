@@ -77,7 +77,7 @@ class Service:
         Raises:
             ConfigError: an adapter has the model's name.
             BundleError: the bundle has no tokenizer, or its chat template cannot be used.
-            GenerationError: it has no batch networks.
+            GenerationError: memory is too small for the slots.
         """
         self.config, self.engine = config, engine
         self.model = config.model_name or engine.bundle.path.resolve().name

@@ -16,14 +16,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from tide_export.bundle.file_names import GRAPH_FILE, batch_file, network_file
+from tide_export.bundle.file_names import GRAPH_FILE, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
 from tide_export.common.memory import return_free_memory
 from tide_export.errors import GraphError
 from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.source import SourceModel
-from tide_export.names.networks import AFTER_SEGMENTS, HEAD, segment_name
+from tide_export.names.networks import AFTER_SEGMENTS, segment_name
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, open_engine
 from tide_export.runtime.stepping import Batch
@@ -84,21 +84,21 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = open_bundle(folder, verify=False)
     for name, engine, deployed, as_deployed in graph_engines(bundle, None):
-        _compare(name or "graph", engine, references, deployed)
+        _compare(name or "networks", engine, references, deployed)
         if not as_deployed:
             del engine  # before the next is opened: each packs the weights anew
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = open_engine(bundle, "cpu-networks")
         tolerance = TOLERANCES[manifest.networks.precision]
-        _compare("networks", networks, references, tolerance)
+        _compare("segment networks", networks, references, tolerance)
         if manifest.networks.max_batch_size > 1:
             batch = networks.start_batch(manifest.compaction_threshold, len(references))
-            _compare_batch("networks with several sequences", batch, manifest, references, tolerance)
+            _compare_batch("segment networks with several sequences", batch, manifest, references, tolerance)
             del batch
         del networks
-    if batch_file(HEAD) in manifest.files:
+    if engine.max_batch_size > 1:
         batch = engine.start_batch(manifest.compaction_threshold, len(references))
-        _compare_batch("networks for batches", batch, manifest, references, deployed)
+        _compare_batch("several sequences", batch, manifest, references, deployed)
 
 
 def _check_types(path: Path) -> None:

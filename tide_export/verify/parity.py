@@ -14,10 +14,11 @@ If the model and the engine do not fit in memory together, the references are co
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tide_export.bundle.manifest import Manifest
 from tide_export.common.formatting import attributes
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
@@ -49,6 +50,15 @@ TOLERANCES = {
 }
 UNDECIDED_GAP = TOLERANCES["fp32"].undecided_gap
 SHOWN_DIFFERENCES = 5
+
+
+class Stepped(Protocol):
+    """Steps sequences by hand: an `Engine` or a `step_graph.StepGraph`."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def start(self, thresholds: Sequence[float], max_pending: int) -> Any: ...
 
 
 class EngineUnderTest(NamedTuple):
@@ -186,7 +196,7 @@ class Check:
 
 
 def check_full(
-    engine: Engine,
+    engine: Stepped,
     source: SourceModel,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
@@ -213,7 +223,7 @@ def check_full(
 
 
 def check_exit(
-    engine: Engine,
+    engine: Stepped,
     source: SourceModel,
     routers: RouterSet,
     prompts: Sequence[Sequence[int]],
@@ -286,7 +296,7 @@ def compare(engine: Engine, references: References, max_pending: int, check: Che
 
 
 def generate_greedily(
-    engine: Engine,
+    engine: Stepped,
     prompt: Sequence[int],
     new_tokens: int,
     thresholds: Sequence[float],

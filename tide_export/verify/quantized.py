@@ -1,19 +1,20 @@
 """Dequantizes the weights of a bundle, so that the reference computes with the same values.
 
-`validate` writes them into the source model; `float32_engine` runs the bundle's graph with matmuls in float32, where it
-must equal that reference token for token.
+`validate` writes them into the source model; `float32_engine` runs the bundle's networks with matmuls in float32, where
+it must equal that reference token for token.
 """
 
 import tempfile
 from collections.abc import Iterable, Iterator
 from mmap import mmap
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from tide_export.bundle.engine_fields import FP8
-from tide_export.bundle.file_names import GRAPH_FILE, WEIGHTS_FILE
+from tide_export.bundle.file_names import BATCH_FOLDER, GRAPH_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import CHECKPOINT, INT8_KV, INT8_MATMULS
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
@@ -95,17 +96,18 @@ def computes_in_float32(bundle: Bundle) -> bool:
 
 
 def float32_engine(bundle: Bundle, threads: int | None = None) -> Engine:
-    """Opens the bundle's graph with quantized matmuls computed in float32; raises as `load`."""
-    proto = ir.to_proto(_graph(bundle))
-    for function in proto.functions:
-        if function.name in ALL_INTEGER_MATMULS:
-            function.name += "Function"
-            _as_functions(function.node)
-    _set_level(proto.graph)
-    with tempfile.NamedTemporaryFile(suffix=".onnx") as graph:
-        graph.write(proto.SerializeToString())
-        graph.flush()
-        return open_engine(bundle, "cpu", threads, graph=graph.name)
+    """Opens the bundle's networks with quantized matmuls computed in float32; raises as `load`."""
+    with tempfile.TemporaryDirectory() as graphs:
+        (Path(graphs) / BATCH_FOLDER).mkdir()
+        for file in (file for file in bundle.manifest.files if file.startswith(f"{BATCH_FOLDER}/")):
+            proto = ir.to_proto(_graph(bundle, file))
+            for function in proto.functions:
+                if function.name in ALL_INTEGER_MATMULS:
+                    function.name += "Function"
+                    _as_functions(function.node)
+            _set_level(proto.graph)
+            (Path(graphs) / file).write_bytes(proto.SerializeToString())
+        return open_engine(bundle, "cpu", threads, graphs=graphs)
 
 
 def graph_engines(bundle: Bundle, threads: int | None) -> Iterator[EngineUnderTest]:
@@ -139,9 +141,9 @@ def _as_functions(nodes: Iterable[onnx.NodeProto]) -> None:
             node.op_type += "Function"
 
 
-def _graph(bundle: Bundle) -> ir.Model:
-    """Loads the bundle's graph with its functions inlined."""
-    model = ir.from_proto(onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes()))
+def _graph(bundle: Bundle, file: str = GRAPH_FILE) -> ir.Model:
+    """Loads a graph of the bundle, its layers as nodes."""
+    model = ir.from_proto(onnx.load_model_from_string(bundle.file(file).read_bytes()))
     inline_layers(model)
     return model
 

@@ -2,7 +2,8 @@
 
 Loads the bundle and its source model, takes prompts of many lengths from a dataset, and compares full depth and
 lossless mode with Hugging Face and every threshold with the oracle (`parity`); then prompts decoded in one batch with
-the same prompts alone (`batch_parity`). The report's `holds` is the command's exit code.
+the same prompts alone (`batch_parity`), and model.onnx without our library with the same references (`step_graph`). The
+report's `holds` is the command's exit code.
 """
 
 import logging
@@ -15,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
-from tide_export.bundle.file_names import ROUTERS_FILE
+from tide_export.bundle.file_names import GRAPH_FILE, ROUTERS_FILE
 from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.common.formatting import attributes, percent, table
@@ -33,14 +34,26 @@ from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.verify.batch_parity import BatchCheck, check_batch
 from tide_export.verify.int8_kv import rounded_kv
-from tide_export.verify.parity import TOLERANCES, Check, EngineUnderTest, check_exit, check_full, check_lossless
+from tide_export.verify.parity import (
+    TOLERANCES,
+    Check,
+    EngineUnderTest,
+    Stepped,
+    Tolerance,
+    check_exit,
+    check_full,
+    check_lossless,
+)
 from tide_export.verify.pytorch.networks import open_torch
 from tide_export.verify.quality import Quality, measure_quality, quality_texts
 from tide_export.verify.quality import render as render_quality
 from tide_export.verify.quantized import graph_engines, restore
+from tide_export.verify.step_graph import StepGraph
 
 logger = logging.getLogger("tide_export")
 THRESHOLDS = (0.3, 0.5, 0.7, 0.85, 0.95)
+GRAPH_PROMPTS = 2  # the shortest, for model.onnx: without the library's operators a step takes many times as long
+OF_GRAPH = ("full", "bundle")  # names of its settings
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,7 @@ def validate(
     """Compares a bundle with its source model on real text.
 
     Checks full depth, each threshold, the bundle's thresholds and lossless mode as it was tuned, one prompt at a time;
-    then each mode with several prompts in a batch, if the bundle has batch networks.
+    then each mode with several prompts in a batch, and model.onnx on the shortest prompts.
 
     Args:
         dataset: SPEC of the text for the prompts; None: that on which the routers were calibrated.
@@ -190,6 +203,8 @@ def validate(
     checks, batches = list[Check](), list[BatchCheck]()
     total = len(engines) * len(settings) * len(texts)
     total += sum(tested.as_deployed for tested in engines) * len({setting.mode for setting in settings})
+    by_graph = [one for one in settings if one.name in OF_GRAPH] if provider in (None, "cpu") else []
+    total += len(by_graph) * len(texts[:GRAPH_PROMPTS])
     with stage("validate", total=total) as advance, rounded_kv(source, opened.manifest):
         for tested in engines:
             single = [
@@ -199,6 +214,9 @@ def validate(
             if tested.as_deployed:
                 name, chosen = tested.name, _one_per_mode(settings, single)
                 batches.append(check_batch(tested.engine, source, routers, texts, chosen, pending, name, advance))
+        for setting in by_graph:
+            graph, shortest = (StepGraph(opened, threads), engines[0].tolerance, GRAPH_FILE), texts[:GRAPH_PROMPTS]
+            checks.append(_check_steps(*graph, setting, source, routers, shortest, new_tokens, pending, advance))
     qualities = list[Quality]()
     if read:
         deployed = next(tested.engine for tested in engines if tested.as_deployed)
@@ -255,10 +273,27 @@ def _check(
     advance: Callable[[float], object],
 ) -> Check:
     """Compares one engine at one setting, one prompt at a time."""
-    engine, tolerance = tested.engine, tested.tolerance
-    name = f"{tested.name} {setting.name}".lstrip()
-    if setting.mode == "lossless":
-        return check_lossless(engine, source, prompts, new_tokens, advance=advance, tolerance=tolerance, name=name)
+    if setting.mode != "lossless":
+        run = setting, source, routers, prompts, new_tokens, max_pending, advance
+        return _check_steps(tested.engine, tested.tolerance, tested.name, *run)
+    name, tolerance = f"{tested.name} lossless".lstrip(), tested.tolerance
+    return check_lossless(tested.engine, source, prompts, new_tokens, advance=advance, tolerance=tolerance, name=name)
+
+
+def _check_steps(
+    engine: Stepped,
+    tolerance: Tolerance,
+    of: str,
+    setting: _Setting,
+    source: SourceModel,
+    routers: RouterSet | None,
+    prompts: list[list[int]],
+    new_tokens: int,
+    max_pending: int,
+    advance: Callable[[float], object],
+) -> Check:
+    """Compares the steps of one engine, or of the graph, at a setting of mode full or exit."""
+    name = f"{of} {setting.name}".lstrip()
     if routers is not None and setting.mode == "exit":
         exits = (setting.thresholds, max_pending, name, advance, tolerance)
         return check_exit(engine, source, routers, prompts, new_tokens, *exits)

@@ -41,8 +41,9 @@ struct LoadOptions {
   // Folders of low-rank adapters (LoRA) as peft writes them, by the names that requests give
   // (`GenerationConfig::adapter`); of a bundle that was exported with room for them, on provider "cpu".
   std::map<std::string, std::filesystem::path> adapters;
-  // A file whose graph replaces the bundle's, with its weights, for checks (provider "cpu").
-  std::optional<std::filesystem::path> graph;
+  // A folder with files of the names of the bundle's networks, which replace them, with its weights, for checks (provider
+  // "cpu").
+  std::optional<std::filesystem::path> graphs;
   // Receives a sentence if provider "auto" did not choose the bundle's engines, or if the plugin library is another build
   // than the engines were built with. None: stderr.
   std::function<void(std::string const&)> log;
@@ -249,11 +250,10 @@ class Engine {
   // Generates for each prompt of a list, and returns the generations in its order. Up to `max_batch_size` sequences of any
   // lengths are decoded at a time; when one ends, the next prompt takes its slot. Each gets the tokens that it would get
   // alone with the same options, up to rounding (docs/guide/batches.md), and its own statistics, whose seconds are those of
-  // its steps. The batch networks are loaded on the first call, and again when a longer list needs larger ones.
+  // its steps.
   // (Bare braces around one token, `generate({5})`, fit both kinds of prompt and do not compile: name the type.)
   //
-  // Throws GenerationError: as for one prompt, or the bundle holds no batch networks. BundleError: such a network does not
-  // load or does not match the manifest.
+  // Throws GenerationError: as for one prompt.
   std::vector<Generation> generate(std::vector<std::vector<std::int64_t>> const& prompts,
                                    GenerationConfig const& config = {}) const;
 
@@ -264,12 +264,11 @@ class Engine {
 
   // Creates a scheduler for requests that arrive over time (include tide/scheduler.h). audit: of mode exit; none: no audit.
   //
-  // Throws GenerationError: a limit is out of range, the bundle holds no batch networks, or memory ran out. BundleError: as
-  // for a list.
+  // Throws GenerationError: a limit is out of range, or memory ran out.
   Scheduler scheduler(SchedulerLimits const& limits) const;
   Scheduler scheduler(SchedulerLimits const& limits, std::optional<AuditConfig> const& audit) const;
 
-  // Maximum prompts of a list that are decoded at the same time; 1: lists are refused.
+  // Maximum prompts of a list that are decoded at the same time.
   std::int64_t max_batch_size() const;
 
   // Opens the bundle's tokenizer.json.
@@ -288,7 +287,7 @@ class Engine {
   // runs; NaN: there is no drafter that this provider runs.
   double seconds_of_draft(std::size_t rows, std::size_t sequences) const;
 
-  // Creates an empty batch to step by hand (include tide/batch.h). Throws GenerationError and BundleError as for a list.
+  // Creates an empty batch to step by hand (include tide/batch.h). Throws GenerationError: memory ran out.
   BatchState start_batch(double compaction_threshold, std::int64_t slots) const;
 
   // Creates an empty sequence to `step` by hand. The state may outlive the engine.

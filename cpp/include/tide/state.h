@@ -9,8 +9,8 @@
 
 namespace tide {
 
-class Backend;   // internal
-class Sequence;  // internal
+class Backend;  // internal
+class Batch;    // internal
 
 constexpr double kNeverExit = 2.0;  // a threshold that no score exceeds: its checkpoint never exits
 constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;  // as `max_pending`: more tokens than can ever be pending
@@ -28,11 +28,12 @@ struct StepResult {
   std::size_t vocabulary = 0;
   std::int64_t exit_layer = 0;    // layers before the last position's logits; the model's depth without an exit
   std::int64_t segments_run = 0;  // segments 0 .. segments_run - 1 ran in this step
-  float const* scores = nullptr;  // [checkpoints], NaN where the router was not reached or is off
-  // [state_rows, state_width], the final hidden states of all tokens that the last segment ran over, if requested.
+  // [checkpoints], of a `State`; NaN where the router decided nothing: not reached, off, or after an exit.
+  float const* scores = nullptr;
+  // [state_rows, state_width], internal: the final hidden states of all tokens that the last segment ran over.
   float const* states = nullptr;
   std::size_t state_rows = 0, state_width = 0;
-  float const* exit_state = nullptr;  // [state_width], the head's input at the last position, if requested
+  float const* exit_state = nullptr;  // [state_width], internal: the head's input at the last position
   // [rows], internal: in place of logits where `Engine::generate` needs no others.
   Candidates const* candidates = nullptr;
 
@@ -71,24 +72,13 @@ class State {
   std::vector<std::int64_t> const& lengths() const;   // tokens in each segment's K/V; never increases with depth
   std::vector<std::int64_t> pending() const;          // pending tokens before segment 1, 2, ...
 
-  // Internal: steps return only the largest `count` logits (0: all) and no scores, if the engine supports it.
-  void use_candidates(std::size_t count);
-
-  // Internal: promises that rewinds remove no tokens before this length.
-  void settle(std::int64_t tokens);
-
-  // Internal: sets the adapter of the steps, by the backend's numbers.
-  void use_adapter(std::int64_t adapter);
-
-  // Internal: steps return final hidden states.
-  void use_states(bool states);
-
  private:
   friend class Engine;
-  State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending);
+  State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending,
+        std::int64_t adapter);
 
   std::shared_ptr<Backend> backend_;
-  std::unique_ptr<Sequence> sequence_;
+  std::unique_ptr<Batch> batch_;  // of this sequence, in slot 0
 };
 
 }  // namespace tide

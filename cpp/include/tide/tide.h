@@ -95,8 +95,8 @@ TIDE_API int tide_leave(double seconds);
 /* Opens a bundle. A forked child lacks the engine's threads, so using it there is an error: load the bundle again. options:
  * "provider", "threads", "verify", "plugins", "device"; "onnxruntime": the path of ONNX Runtime's library, of which a process
  * opens one; by default the environment variable TIDE_ONNXRUNTIME, else the system's; "adapters": folders of low-rank
- * adapters (LoRA) as peft writes them, by the names that the option "adapter" of requests gives; "graph": a file whose graph
- * replaces the bundle's; "tokenizers": a library, as described under "text". */
+ * adapters (LoRA) as peft writes them, by the names that the option "adapter" of requests gives; "graphs": a folder
+ * with networks that replace the bundle's; "tokenizers": a library, as described under "text". */
 TIDE_API tide_status tide_load(const char* bundle, const char* options, tide_engine** engine);
 TIDE_API void tide_engine_free(tide_engine* engine);
 

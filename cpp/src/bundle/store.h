@@ -1,5 +1,5 @@
 // Opens a bundle: reads its manifest, checks its files and holds them open. An engine reads some files much later, such as
-// the batch networks for the first list of prompts. It reads them from the descriptors, so replacing, moving or deleting
+// the drafter for the first request that drafts. It reads them from the descriptors, so replacing, moving or deleting
 // the folder has no effect on it.
 #pragma once
 

@@ -71,7 +71,7 @@ OpenOptions open_options(char const* text) {
       {"adapters", [&](Field const& field) {
          for (auto const& [name, folder] : field.entries()) options.load.adapters[name] = folder.text();
        }},
-      {"graph", [&](Field const& field) { options.load.graph = field.text(); }},
+      {"graphs", [&](Field const& field) { options.load.graphs = field.text(); }},
       {"tokenizers", [&](Field const& field) { options.tokenizers = field.text(); }},
   });
   return options;

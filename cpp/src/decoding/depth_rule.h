@@ -20,7 +20,7 @@ constexpr bool all_catch_up(std::size_t active, std::size_t everyone, bool all_r
 }
 
 // Whether a sequence that exited has the logits of its exit; else those of full depth. deep: whether all segments ran over
-// it. alone: it is the step's only one, and one that can exit does so although it verifies.
-constexpr bool at_its_exit(bool alone, bool verifies, bool deep) { return alone || !verifies || !deep; }
+// it.
+constexpr bool at_its_exit(bool verifies, bool deep) { return !verifies || !deep; }
 
 }  // namespace tide

@@ -40,7 +40,7 @@ class Progress {
             double seconds, std::function<bool(Token const&)> const& on_token);
 
   // Takes the log-probabilities of the prompt's tokens.
-  void take(std::vector<PromptToken> const& prompt) { generation_.prompt_logprobs = prompt; }
+  void take(std::vector<PromptToken> prompt) { generation_.prompt_logprobs = std::move(prompt); }
 
   // Ends it after the last token; its text is then complete.
   void finish(FinishReason reason);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "decoding/decoder.h"
@@ -27,7 +28,7 @@ class PromptScores {
   // Takes its result. Throws GenerationError: logits are not finite. Nothing has changed then.
   void take(StepResult const& result);
 
-  std::vector<PromptToken> const& tokens() const { return tokens_; }
+  std::vector<PromptToken> take_tokens() { return std::move(tokens_); }  // once it is done
 
  private:
   std::vector<std::int64_t> const prompt_;

@@ -151,24 +151,6 @@ void SessionOptions::run_on_cuda(int gpu) {
 
 IoBinding::IoBinding(Session& session) { require(functions().CreateIoBinding(session.get(), &raw_)); }
 
-std::vector<Value> IoBinding::GetOutputValues() const {
-  RawValue** raw = nullptr;
-  std::size_t count = 0;
-  require(functions().GetBoundOutputValues(raw_, allocator(), &raw, &count));
-  if (count == 0) return {};
-  std::vector<Value> values;
-  try {
-    values.reserve(count);
-  } catch (...) {
-    for (std::size_t i = 0; i < count; ++i) functions().ReleaseValue(raw[i]);
-    require(functions().AllocatorFree(allocator(), raw));
-    throw;
-  }
-  for (std::size_t i = 0; i < count; ++i) values.emplace_back(raw[i]);
-  require(functions().AllocatorFree(allocator(), raw));
-  return values;
-}
-
 std::vector<Value> Session::Run(RunOptions const& options, char const* const* inputs, Value const* values,
                                 std::size_t count, char const* const* outputs, std::size_t output_count) {
   std::vector<RawValue const*> given;

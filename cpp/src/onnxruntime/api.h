@@ -123,11 +123,6 @@ class IoBinding : public TIDE_ORT_OWNED(RawBinding, ReleaseIoBinding) {
 
   void BindInput(char const* name, Value const& value) { require(functions().BindInput(raw_, name, value.get())); }
   void BindOutput(char const* name, Value const& value) { require(functions().BindOutput(raw_, name, value.get())); }
-  // Memory of the library's own, of the size that a run needs.
-  void BindOutput(char const* name, MemoryInfo const& memory) {
-    require(functions().BindOutputToDevice(raw_, name, memory.get()));
-  }
-  std::vector<Value> GetOutputValues() const;
 };
 
 // An input or output of a session.

@@ -76,8 +76,6 @@ using RawShape = abi::Shape;
   X(ReleaseIoBinding, 135, void(RawBinding*))                                                                      \
   X(BindInput, 136, RawStatus*(RawBinding*, char const*, RawValue const*))                                         \
   X(BindOutput, 137, RawStatus*(RawBinding*, char const*, RawValue const*))                                        \
-  X(BindOutputToDevice, 138, RawStatus*(RawBinding*, char const*, RawMemory const*))                               \
-  X(GetBoundOutputValues, 140, RawStatus*(RawBinding const*, RawAllocator*, RawValue***, std::size_t*))            \
   X(AddInitializer, 150, RawStatus*(RawOptions*, char const*, RawValue const*))                                    \
   X(SessionOptionsAppendExecutionProvider_CUDA_V2, 204, RawStatus*(RawOptions*, RawCuda const*))                   \
   X(CreateCUDAProviderOptions, 205, RawStatus*(RawCuda**))                                                         \

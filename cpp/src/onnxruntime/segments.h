@@ -1,5 +1,5 @@
 // Runs the segment networks in ONNX Runtime: on CUDA (provider "cuda"), and on the CPU as a reference for TensorRT's engines
-// and for tests; on the CPU the step graph is faster.
+// and for tests; on the CPU the batch networks are faster.
 #pragma once
 
 #include <memory>

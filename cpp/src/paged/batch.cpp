@@ -1,6 +1,7 @@
 #include "paged/batch.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "decoding/depth_rule.h"
 #include "generation_error.h"
@@ -9,18 +10,19 @@
 
 namespace tide {
 
-PagedBatch::PagedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, PagePool& pool,
-                       Adapters const& adapters, double compaction_threshold, std::size_t slots)
-    : sessions_(std::move(sessions)),
+PagedBatch::PagedBatch(Networks& networks, Manifest const& manifest, PagePool& pool, Adapters const& adapters,
+                       double compaction_threshold, std::size_t slots)
+    : networks_(networks),
       manifest_(manifest),
       pool_(pool),
       compaction_threshold_(compaction_threshold),
       depths_(manifest.depths()),
       hidden_size_(static_cast<std::size_t>(manifest.model.hidden_size)),
+      final_size_(networks.draft_size() > 0 ? networks.draft_size() : networks.exit_size()),
       sequences_(slots) {
   for (std::size_t slot = slots; slot > 0; --slot) free_.push_back(slot - 1);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
-    segments_.push_back(std::make_unique<NetworkRun>(*sessions_, manifest, pool, adapters, k));
+    segments_.push_back(std::make_unique<NetworkRun>(networks_, manifest, pool, adapters, k));
   }
 }
 
@@ -59,9 +61,9 @@ std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& req
       StepRequest const& request = one->request->request;
       bool const may_exit = !deepest && !one->exit && !request.full;
       one->threshold = static_cast<float>(may_exit ? one->sequence->rule.thresholds[k] : kNeverExit);
-      bool const verifies = deepest && one->request->verifies;
-      std::int64_t const needed = verifies ? std::min(request.logits_to_keep, one->count) : 1;
-      logits.push_back(deepest && one->sequence->states ? one->count : needed);
+      bool const gives_logits = deepest && (one->request->verifies || !one->exit);
+      std::int64_t const needed = gives_logits ? std::min(request.logits_to_keep, one->count) : 1;
+      logits.push_back(deepest && reads_all(*one->sequence) ? one->count : needed);
       one->logits = static_cast<std::size_t>(needed);
     }
     run(k, scheduled, logits, input);
@@ -83,6 +85,7 @@ std::vector<PagedBatch::SlotStep> PagedBatch::begin(std::vector<SlotRequest> con
     PagedSequence& sequence = *sequences_[request.slot];
     std::int64_t const total = sequence.reserve(ids.size());
     all.push_back({&request, &sequence, total, static_cast<std::int64_t>(ids.size())});
+    if (sequence.scores) all.back().scores.assign(depths_.size() - 1, std::numeric_limits<float>::quiet_NaN());
     ids_.insert(ids_.end(), ids.begin(), ids.end());
   }
   return all;
@@ -137,13 +140,18 @@ void PagedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<s
   float const* states = segment.exit_states.data();
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
     SlotStep& one = *scheduled[i];
-    float const* const end = states + static_cast<std::size_t>(logits[i]) * sessions_->exit_size;
+    float const* const end = states + static_cast<std::size_t>(logits[i]) * networks_.exit_size();
     bool const exits = deepest ? !one.exit || one.request->verifies : segment.scores[i] > one.threshold;
     if (exits) {
       one.exit = k;
-      one.exit_states.assign(end - one.logits * sessions_->exit_size, end);
+      one.exit_states.assign(end - one.logits * networks_.exit_size(), end);
     }
-    if (deepest && one.sequence->states) one.final_states.assign(states, end);
+    if (!deepest && !one.scores.empty()) one.scores[k] = segment.scores[i];
+    if (deepest && reads_all(*one.sequence)) one.final_states.assign(states, end);
+    if (deepest && one.sequence->draft_states && !segment.draft_states.empty()) {
+      float const* const first = segment.draft_states.data() + one.start * final_size_;
+      one.final_states.assign(first, first + static_cast<std::size_t>(one.count) * final_size_);
+    }
     states = end;
   }
 }
@@ -162,12 +170,12 @@ std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
   for (SlotStep const& one : all) {
     exit_states_.insert(exit_states_.end(), one.exit_states.begin(), one.exit_states.end());
   }
-  auto const width = sessions_->exit_size;
+  auto const width = networks_.exit_size();
   auto const rows = static_cast<std::int64_t>(exit_states_.size() / width);
   char const *const inputs[] = {names::kExitStates}, *const outputs[] = {names::kLogits};
   try {
     Ort::Value const states = view(memory_, exit_states_.data(), {1, rows, static_cast<std::int64_t>(width)});
-    logits_ = std::move(sessions_->head.Run(Ort::RunOptions{}, inputs, &states, 1, outputs, 1)[0]);
+    logits_ = std::move(networks_.head().Run(Ort::RunOptions{}, inputs, &states, 1, outputs, 1)[0]);
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed in the head: " + first_line(error));
   }
@@ -177,15 +185,17 @@ std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
   std::vector<StepResult> step_results;
   for (SlotStep& one : all) {
     one.sequence->final_states.swap(one.final_states);
+    one.sequence->router_scores.swap(one.scores);
     StepResult result;
     result.logits = logits;
     result.rows = one.exit_states.size() / width;
     result.vocabulary = vocabulary;
     result.exit_layer = depths_[*one.exit];
     result.segments_run = static_cast<std::int64_t>(one.segments_run);
+    if (one.sequence->scores) result.scores = one.sequence->router_scores.data();
     result.states = one.sequence->final_states.data();
-    result.state_rows = one.sequence->final_states.size() / width;
-    result.state_width = width;
+    result.state_width = one.sequence->draft_states ? final_size_ : width;
+    result.state_rows = one.sequence->final_states.size() / result.state_width;
     exits += one.exit_states.size();
     result.exit_state = exits - width;
     step_results.push_back(result);

@@ -15,9 +15,11 @@ namespace tide {
 // Sequences in slots, and the buffers of their steps.
 class PagedBatch final : public Batch {
  public:
+  // `networks`, `manifest`, `pool` and `adapters` must outlive it.
+  //
   // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
   //     pending tokens run it.
-  PagedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, PagePool& pool, Adapters const& adapters,
+  PagedBatch(Networks& networks, Manifest const& manifest, PagePool& pool, Adapters const& adapters,
              double compaction_threshold, std::size_t slots);
 
   std::size_t free_slots() const override { return free_.size(); }
@@ -43,7 +45,8 @@ class PagedBatch final : public Batch {
     std::optional<std::size_t> exit{};     // the segment after which it exits
     std::size_t logits = 1;                // rows of the head's input
     std::vector<float> exit_states{};      // [logits, D'], the head's input
-    std::vector<float> final_states{};     // [n, D'], of all tokens of the last segment, where they are asked for
+    std::vector<float> final_states{};     // [n, D'] or [n, H], of all tokens of the last segment, where they are asked for
+    std::vector<float> scores{};           // by checkpoint, the router's, where they are asked for
     std::vector<float> states{};           // [n, D], after the last segment that ran, unless it was the model's last
   };
   using Steps = std::vector<SlotStep*>;
@@ -58,18 +61,23 @@ class PagedBatch final : public Batch {
   std::vector<StepResult> results(std::vector<SlotStep>& all);
   void commit(std::vector<SlotStep>& all);
 
+  // Whether the head's input of all tokens that the last segment runs over is read.
+  bool reads_all(Sequence const& sequence) const {
+    return sequence.states || (sequence.draft_states && networks_.draft_size() == 0);
+  }
+
   // A sequence's new hidden states [count, D] in segment k's last run.
   float const* new_states(std::size_t k, SlotStep const& one) const {
     return segments_[k]->hidden.data() + one.start * hidden_size_;
   }
   std::size_t floats(std::int64_t tokens) const { return static_cast<std::size_t>(tokens) * hidden_size_; }
 
-  std::shared_ptr<BatchSessions> const sessions_;
+  Networks& networks_;
   Manifest const& manifest_;
   PagePool& pool_;
   double const compaction_threshold_;
   std::vector<std::int64_t> const depths_;
-  std::size_t const hidden_size_;
+  std::size_t const hidden_size_, final_size_;  // of states between segments, and of those that the drafter reads
   std::vector<std::unique_ptr<NetworkRun>> segments_;
   std::vector<std::unique_ptr<PagedSequence>> sequences_;   // by slot
   std::vector<std::size_t> free_;                           // slots; the next is the last

@@ -2,16 +2,17 @@
 
 #include <algorithm>
 
-#include "generation_error.h"
+#include "file_content.h"
+#include "formatting.h"
 #include "names.h"
 #include "tide/errors.h"
 
 namespace tide {
 namespace {
 
-constexpr std::size_t kMaxBatchSize = 1024;
-
-NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::int64_t exit_size) {
+// one_sequence: a run is over one alone. draft_size: of what the drafter reads, if the last segment gives that.
+NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::int64_t exit_size, std::int64_t draft_size,
+                         bool one_sequence) {
   std::vector<std::int64_t> const states = {1, kTokens, manifest.model.hidden_size};
   NetworkSpec spec{names::segment(k),
                    {{names::kPositionIds, true, "int64", {1, kTokens}},
@@ -25,10 +26,19 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::int64_t e
     spec.tensors.push_back({names::kSlotThresholds, true, "float32", {kTokens, 1}});
     spec.tensors.push_back({names::kRouterScore, false, "float32", {kTokens, 1}});
   }
+  if (k == manifest.checkpoints.size() && draft_size > 0) {
+    spec.tensors.push_back({names::kDraftStates, false, "float32", {1, kTokens, draft_size}});
+  }
   Layers const layers = layers_of(manifest, k);
   add_pages(spec, manifest, manifest.model.kv_read(layers.first, layers.count), kv_written(manifest, k));
   add_states(spec, manifest, states_of(manifest, layers));
   add_adapters(spec, manifest, layers);
+  for (Tensor& tensor : spec.tensors) {
+    if (!one_sequence) break;
+    if (tensor.name == names::kSequenceStarts) tensor.shape[0] = 2;
+    bool const of_sequences = tensor.name == names::kSequenceLengths || tensor.name == names::kPageTable;
+    if (of_sequences || tensor.name == names::kStatePlaces || tensor.name == names::kAdapters) tensor.shape[0] = 1;
+  }
   return spec;
 }
 
@@ -36,6 +46,23 @@ NetworkSpec head_spec(Manifest const& manifest, std::int64_t exit_size) {
   return {names::kHead,
           {{names::kExitStates, true, "float32", {1, kTokens, exit_size}},
            {names::kLogits, false, "float32", {1, kTokens, manifest.model.vocab_size}}}};
+}
+
+// Compares what a network was exported with, and its tensors do not show, with the manifest; earlier releases did not
+// record it.
+void check_metadata(Ort::Session const& session, Manifest const& manifest, std::string const& network) {
+  auto const& context = manifest.model.context_length;
+  std::pair<char const*, std::string> const fields[] = {
+      {"checkpoints", joined(manifest.checkpoints, ",")},
+      {"context_length", context ? std::to_string(*context) : std::string()},
+      {"hidden_size", std::to_string(manifest.model.hidden_size)}};
+  for (auto const& [field, expected] : fields) {
+    std::string present;
+    if (session.metadata((names::kMetadata + std::string(field)).c_str(), present) && present != expected) {
+      throw BundleError(network + " was exported with other " + field + " than its manifest's " +
+                        (expected.empty() ? "none" : expected) + ": export the bundle again or copy it anew");
+    }
+  }
 }
 
 }  // namespace
@@ -113,42 +140,44 @@ void add_pages(NetworkSpec& spec, Manifest const& manifest, std::vector<std::siz
   add(written, false, names::new_pages);
 }
 
-std::size_t BatchNetworks::max_batch_size() const {
-  return bundle_.manifest.files.count(batch_file(names::kHead)) == 1 ? kMaxBatchSize : 1;
-}
-
-std::shared_ptr<BatchSessions> BatchNetworks::sessions() {
-  bundle_.check_weights();
-  std::lock_guard<std::mutex> const lock(mutex_);
-  if (!opened_) opened_ = or_generation_error("cannot open the networks for batches", [&] { return open(); });
-  return opened_;
-}
-
-std::shared_ptr<BatchSessions> BatchNetworks::open() const {
-  Manifest const& manifest = bundle_.manifest;
-  if (max_batch_size() == 1) {
-    throw GenerationError("bundle '" + bundle_.path.string() +
-                          "' holds no networks for batches (its export said why): give one prompt at a time");
+Networks::Networks(Bundle const& bundle, std::optional<std::int64_t> threads, Replacements const& replacements) {
+  Manifest const& manifest = bundle.manifest;
+  if (manifest.files.count(batch_file(names::kHead)) == 0) {
+    throw BundleError("bundle " + quoted(bundle.path) + " holds no networks of its segments: export it again");
   }
-  auto opened = std::make_shared<BatchSessions>();
-  std::size_t const segments = manifest.checkpoints.size() + 1;
-  opened->head = load(opened->env, names::kHead);
-  std::int64_t const exit_size = last_dimension(tensors_of(opened->head), names::kExitStates);
-  check(opened->head, head_spec(manifest, exit_size), names::kHead);
-  opened->exit_size = static_cast<std::size_t>(exit_size);
-  for (std::size_t k = 0; k < segments; ++k) {
-    opened->segments.push_back(load(opened->env, names::segment(k)));
-    check(opened->segments.back(), segment_spec(manifest, k, exit_size), names::segment(k));
+  auto const load = [&](std::string const& name) {
+    std::string const file = batch_file(name);
+    if (!replacements) return load_network(env_, bundle, file, threads);
+    std::optional<std::string> const graph = file_content(*replacements / file);
+    if (!graph) throw BundleError("cannot read the graph " + quoted(*replacements / file));
+    return load_network(env_, bundle, file, threads, kWeightsFile, std::nullopt, &*graph);
+  };
+  head_ = load(names::kHead);
+  std::int64_t const exit_size = last_dimension(tensors_of(head_), names::kExitStates);
+  head_spec(manifest, exit_size).check(tensors_of(head_), bundle.file(batch_file(names::kHead)).path().string());
+  exit_size_ = static_cast<std::size_t>(exit_size);
+  for (std::size_t k = 0; k <= manifest.checkpoints.size(); ++k) open_segment(bundle, k, load(names::segment(k)));
+  std::size_t const read = draft_size_ > 0 ? draft_size_ : exit_size_;
+  if (manifest.drafter && manifest.drafter->state_size != static_cast<std::int64_t>(read)) {
+    throw BundleError("bundle " + quoted(bundle.path) + " gives states of " + std::to_string(read) +
+                      " numbers, not of the " + std::to_string(manifest.drafter->state_size) +
+                      " that the drafter reads: export the bundle again");
   }
-  return opened;
 }
 
-void BatchNetworks::check(Ort::Session const& session, NetworkSpec const& spec, std::string const& name) const {
-  spec.check(tensors_of(session), bundle_.file(batch_file(name)).path().string());
-}
-
-NetworkSession BatchNetworks::load(Ort::Env const& env, std::string const& name) const {
-  return load_network(env, bundle_, batch_file(name), threads_);
+void Networks::open_segment(Bundle const& bundle, std::size_t k, NetworkSession session) {
+  std::filesystem::path const file = bundle.file(batch_file(names::segment(k))).path();
+  check_metadata(session, bundle.manifest, quoted(file));
+  std::vector<Tensor> const tensors = tensors_of(session);
+  auto const is_one = [](Tensor const& tensor) {
+    return tensor.name == names::kSequenceLengths && tensor.shape == std::vector<std::int64_t>{1};
+  };
+  one_sequence_ = one_sequence_ || std::any_of(tensors.begin(), tensors.end(), is_one);
+  std::int64_t const draft_size = last_dimension(tensors, names::kDraftStates);
+  segment_spec(bundle.manifest, k, static_cast<std::int64_t>(exit_size_), draft_size, one_sequence_)
+      .check(tensors, file.string());
+  draft_size_ = static_cast<std::size_t>(draft_size);
+  segments_.push_back(std::move(session));
 }
 
 }  // namespace tide

@@ -1,9 +1,7 @@
-// Holds the batch networks as ONNX Runtime sessions, opened when a batch is first requested, because each session packs
-// another copy of the weights.
+// Opens the networks of a bundle's segments, and of its head, as ONNX Runtime sessions.
 #pragma once
 
-#include <memory>
-#include <mutex>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
@@ -41,37 +39,36 @@ void add_states(NetworkSpec& spec, Manifest const& manifest, std::vector<std::si
 void add_pages(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& read,
                std::vector<std::size_t> const& written);
 
-// Sessions that any number of batches run.
-struct BatchSessions {
-  ReturnsFreeMemory returns_free_memory;
-  Ort::Env env{"tide"};  // shared by the whole process
-  std::vector<NetworkSession> segments;  // shallowest first
-  NetworkSession head;                   // takes the states that tokens exited with
-  std::size_t exit_size = 0;             // width D' of these
-};
+// Where graphs are that replace a bundle's, on the same weights: a folder with files of the same names; none: there are none.
+using Replacements = std::optional<std::filesystem::path>;
 
-// The batch networks of a backend. May be used by several threads at once.
-class BatchNetworks {
+// Sessions that any number of batches run, by several threads at once.
+class Networks {
  public:
-  // `bundle` must outlive it. threads: of one run.
-  BatchNetworks(Bundle const& bundle, std::optional<std::int64_t> threads) : bundle_(bundle), threads_(threads) {}
+  // threads: of one run. Throws BundleError: a network is missing, does not load, or does not match the manifest.
+  Networks(Bundle const& bundle, std::optional<std::int64_t> threads, Replacements const& replacements);
 
-  // Sequences that can be decoded at the same time; 1: the bundle holds no networks for batches.
-  std::size_t max_batch_size() const;
+  // Sequences that a run can be over.
+  std::size_t max_sequences() const { return one_sequence_ ? 1 : kMaxSequences; }
 
-  // Throws GenerationError: the bundle holds no networks for batches. BundleError: a network does not load or does not
-  // match the manifest.
-  std::shared_ptr<BatchSessions> sessions();
+  std::size_t segments() const { return segments_.size(); }
+  Ort::Session& segment(std::size_t k) { return segments_[k]; }  // shallowest first
+  Ort::Session& head() { return head_; }                         // takes the states that tokens exited with
+
+  std::size_t exit_size() const { return exit_size_; }    // width D' of these
+  std::size_t draft_size() const { return draft_size_; }  // width H of what the drafter reads; 0: it reads the same
 
  private:
-  std::shared_ptr<BatchSessions> open() const;
-  NetworkSession load(Ort::Env const& env, std::string const& name) const;
-  void check(Ort::Session const& session, NetworkSpec const& spec, std::string const& name) const;
+  static constexpr std::size_t kMaxSequences = 1024;
 
-  Bundle const& bundle_;
-  std::optional<std::int64_t> const threads_;
-  std::mutex mutex_;
-  std::shared_ptr<BatchSessions> opened_;
+  void open_segment(Bundle const& bundle, std::size_t k, NetworkSession session);
+
+  ReturnsFreeMemory returns_free_memory_;
+  Ort::Env env_{"tide"};  // shared by the whole process
+  std::vector<NetworkSession> segments_;
+  NetworkSession head_;
+  std::size_t exit_size_ = 0, draft_size_ = 0;
+  bool one_sequence_ = false;  // because the model counts positions on from one token's
 };
 
 }  // namespace tide

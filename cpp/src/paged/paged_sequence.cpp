@@ -10,8 +10,7 @@
 namespace tide {
 
 PagedSequence::PagedSequence(Manifest const& manifest, PagePool& pool, ExitRule exit_rule)
-    : SequenceState(manifest),
-      rule(std::move(exit_rule)),
+    : Sequence(manifest, std::move(exit_rule)),
       pending(lengths.size()),
       pool_(pool),
       kept_from_(lengths.size()) {
@@ -35,7 +34,7 @@ void PagedSequence::rewind(std::int64_t length) {
     throw GenerationError("a sequence with recurrent states cannot be rewound to " + std::to_string(length) +
                           " tokens: they are known after " + std::to_string(from) + " and more, or after none");
   }
-  SequenceState::rewind(length);
+  Sequence::rewind(length);
   if (length == 0) std::fill(kept_from_.begin(), kept_from_.end(), 0);
   auto const width = static_cast<std::size_t>(manifest_.model.hidden_size);
   for (std::size_t k = 1; k < lengths.size(); ++k) {

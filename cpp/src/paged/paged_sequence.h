@@ -1,5 +1,4 @@
-// Holds one sequence: its page table, slot for recurrent states, pending states before each segment, and lengths. It has no
-// bindings: the step graph and the batch networks both run it.
+// Holds one sequence: its page table, slot for recurrent states, pending states before each segment, and lengths.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +10,14 @@
 
 namespace tide {
 
-class PagedSequence final : public SequenceState {
+class PagedSequence final : public Sequence {
  public:
   // `pool` must outlive it.
   PagedSequence(Manifest const& manifest, PagePool& pool, ExitRule exit_rule);
   ~PagedSequence() override;
 
-  ExitRule rule;
-
-  std::vector<float> final_states;    // [n, D'], of the last step, where `states` asks for them
+  std::vector<float> final_states;    // [n, D'] or [n, H], of the last step, where `states` or `draft_states` ask for them
+  std::vector<float> router_scores;   // of the last step, where `scores` asks for them
   std::vector<std::vector<float>> pending;  // states [n, D] before each segment; none before the first
   // A prefix cache has the recurrent states after so many tokens, and waits for those after the next page; kNoLimit: none does.
   std::int64_t kept = kNoLimit;

@@ -96,13 +96,14 @@ void PageBindings::bind() {
   whole_ = true;
 }
 
-NetworkRun::NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool,
+NetworkRun::NetworkRun(Networks& networks, Manifest const& manifest, PagePool const& pool,
                        Adapters const& adapters, std::size_t k)
-    : session_(sessions.segments[k]),
+    : session_(networks.segment(k)),
       name_(names::segment(k)),
-      has_next_(k + 1 < sessions.segments.size()),
+      has_next_(k + 1 < networks.segments()),
       hidden_size_(manifest.model.hidden_size),
-      exit_size_(static_cast<std::int64_t>(sessions.exit_size)),
+      exit_size_(static_cast<std::int64_t>(networks.exit_size())),
+      draft_size_(has_next_ ? 0 : static_cast<std::int64_t>(networks.draft_size())),
       binding_(session_),
       pages_(binding_, manifest, pool, layers_read(manifest, k), kv_written(manifest, k),
              states_of(manifest, layers_of(manifest, k)),
@@ -152,6 +153,7 @@ void NetworkRun::allocate(std::int64_t tokens, std::int64_t logits, std::size_t 
   bind_input(names::kSequenceStarts, starts_, {static_cast<std::int64_t>(sequences) + 1});
   bind_input(names::kLastTokens, last_tokens_, {logits});
   bind_output(names::kExitStates, exit_states, {logits, exit_size_});
+  if (draft_size_ > 0) bind_output(names::kDraftStates, draft_states, {1, tokens, draft_size_});
   if (has_next_) {
     bind_output(names::kNewHiddenStates, hidden, {1, tokens, hidden_size_});
     bind_input(names::kSlotThresholds, thresholds_, {logits, 1});

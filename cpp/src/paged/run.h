@@ -52,7 +52,7 @@ class PageBindings {
 class NetworkRun {
  public:
   // The network of segment k.
-  NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool, Adapters const& adapters,
+  NetworkRun(Networks& networks, Manifest const& manifest, PagePool const& pool, Adapters const& adapters,
              std::size_t k);
 
   // Runs some sequences over token ids [N] or hidden states [N, D] of all of them, one sequence after the other. Throws
@@ -65,6 +65,7 @@ class NetworkRun {
   std::vector<float> exit_states;  // [sum of logits, D'], the head's input for tokens that exit after this segment
   std::vector<float> scores;       // [sum of logits], the router's; empty for the last segment
   std::vector<float> hidden;       // [N, D], the new hidden states; empty for the last segment
+  std::vector<float> draft_states;  // [N, H], what the drafter reads, if the last segment gives it; else empty
 
  private:
   std::int64_t prepare(std::vector<Part> const& parts);
@@ -78,7 +79,7 @@ class NetworkRun {
   Ort::Session& session_;
   std::string const name_;
   bool const has_next_;  // gives the states of the next segment
-  std::int64_t const hidden_size_, exit_size_;
+  std::int64_t const hidden_size_, exit_size_, draft_size_;  // the last is 0: it gives none
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;

@@ -19,13 +19,14 @@ Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std:
       number_(number),
       progress_(manifest, prompt, *request_) {}
 
-void Job::begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
+void Job::begin(Sequence& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
                 std::shared_ptr<Balances> const& balances) {
   decoder_ = make_decoder(manifest_, *request_, number_, audit, drafter, balances);
   progress_.begin(*decoder_);
   if (request_->prompt_logprobs) scores_.emplace(manifest_, prompt_, *request_->prompt_logprobs);
   sequence.candidates = scores_ ? 0 : decoder_->candidates;
-  sequence.states = decoder_->reads_states();
+  sequence.states = decoder_->keeps_states;
+  sequence.draft_states = decoder_->reads_states() && !decoder_->keeps_states;
   sequence.exit_state = decoder_->keeps_exit_states;
   sequence_ = &sequence;
 }
@@ -67,34 +68,51 @@ StepRequest const* Job::next_step(std::int64_t limit, bool full) {
 }
 
 bool Job::take(StepResult const& result, double seconds) {
-  seconds_ += seconds;
-  decoder_->read_states(result);
+  if (!read_) {
+    decoder_->read_states(result);
+    seconds_ += seconds;
+    read_ = true;
+  }
   if (scores_prompt()) {
     scores_->take(result);
-    stepped_ += count_;
+    end_step();
     if (!scores_->done()) return false;
     std::lock_guard<std::mutex> const lock(mutex_);
-    progress_.take(scores_->tokens());
+    progress_.take(scores_->take_tokens());
     return false;
   }
-  stepped_ += count_;
-  if (stepped_ < decoder_->request().ids.size()) return false;
-  stepped_ = 0;
-  std::vector<Token> block = decoder_->take(result);
+  if (stepped_ + count_ < decoder_->request().ids.size()) {
+    end_step();
+    return false;
+  }
+  if (!block_) block_ = decoder_->take(result);
   if (sequence_->length() > decoder_->length()) sequence_->rewind(decoder_->length());
-  if (block.empty()) return false;  // another step is requested
+  if (!block_->empty() && begun_) take_block();
+  bool const ended = progress_.ended();
+  if (!begun_ && !ended) progress_.begin(*decoder_);
+  begun_ = true;
+  block_.reset();
+  end_step();
+  stepped_ = 0;
+  return ended;
+}
+
+void Job::end_step() {
+  stepped_ += count_;
+  read_ = false;
+}
+
+// Makes the block part of the generation.
+void Job::take_block() {
   {
     std::lock_guard<std::mutex> const lock(mutex_);
-    make_room(tokens_, block.size());
-    std::size_t const count = progress_.take(block, *decoder_, sequence_->lengths, seconds_, on_token_);
-    for (std::size_t i = 0; i < count; ++i) tokens_.push_back(std::move(block[i]));
+    make_room(tokens_, block_->size());
+    std::size_t const count = progress_.take(*block_, *decoder_, sequence_->lengths, seconds_, on_token_);
+    for (std::size_t i = 0; i < count; ++i) tokens_.push_back(std::move((*block_)[i]));
   }
   changed_.notify_all();
   seconds_ = 0;
-  reads_prompt_ = false;
-  if (progress_.ended()) return true;
-  progress_.begin(*decoder_);
-  return false;
+  reads_prompt_ = begun_ = false;
 }
 
 void Job::end(std::optional<FinishReason> reason, std::exception_ptr error) noexcept {
@@ -102,6 +120,7 @@ void Job::end(std::optional<FinishReason> reason, std::exception_ptr error) noex
   scores_.reset();
   sequence_ = nullptr;
   part_ = {};
+  block_.reset();
   {
     std::lock_guard<std::mutex> const lock(mutex_);
     assert(!ended_);

@@ -37,7 +37,7 @@ class Job {
 
   // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none. drafter, balances: as
   // in `make_decoder`.
-  void begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
+  void begin(Sequence& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
              std::shared_ptr<Balances> const& balances);
 
   // Omits the first `count` tokens of the prompt, whose K/V the sequence has, from the first step.
@@ -50,6 +50,7 @@ class Job {
   StepRequest const* next_step(std::int64_t limit, bool full);
 
   // Continues with the result of the step of `next_step`, which took `seconds`. Returns whether the generation has ended.
+  // Where it throws it may be called again with the same result: it goes on from there.
   bool take(StepResult const& result, double seconds);
 
   // Ends the job and frees what it has in its slot: a caller may keep the handle for long. reason: in place of that of
@@ -64,7 +65,8 @@ class Job {
   Decoder& decoder() const { return *decoder_; }
 
   std::vector<std::int64_t> const& prompt() const { return prompt_; }
-  std::vector<std::int64_t> text() const;  // the prompt, and the tokens so far
+  std::vector<Token> const& tokens() const { return tokens_; }  // so far
+  std::vector<std::int64_t> text() const;                       // the prompt, and these
 
   std::int64_t number = 0;  // by arrival
 
@@ -95,6 +97,8 @@ class Job {
   std::int64_t cached_tokens() const;  // of the prompt
 
  private:
+  void end_step();
+  void take_block();
   bool is_ready(std::size_t read) const { return ended_ || tokens_.size() > read; }
 
   Process const process_;
@@ -108,12 +112,16 @@ class Job {
   std::size_t const number_;  // of the prompt of its request
   std::unique_ptr<Decoder> decoder_;  // while it has a slot
   std::optional<PromptScores> scores_;  // where the prompt's log-probabilities are asked for
-  SequenceState* sequence_ = nullptr;
+  Sequence* sequence_ = nullptr;
   StepRequest part_;         // of the decoder's request, if it is divided
   std::size_t stepped_ = 0;  // tokens of the decoder's request that steps have run over
   std::size_t count_ = 0;    // tokens of the present step
   double seconds_ = 0;       // that the steps of the block took so far
   bool reads_prompt_ = true;
+  // What `take` goes on with, where it threw.
+  bool begun_ = true;                        // whether the decoder has begun the next block
+  bool read_ = false;                        // whether the states of the result are read
+  std::optional<std::vector<Token>> block_;  // that is chosen, and is not yet part of the generation
 
   mutable std::mutex mutex_;  // of all that follows
   mutable std::condition_variable changed_;

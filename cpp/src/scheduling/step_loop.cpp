@@ -16,12 +16,24 @@ namespace tide {
 
 StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits,
                    std::shared_ptr<Audit> audit)
+    : StepLoop(std::move(backend), std::move(batch), limits, std::move(audit), false) {}
+
+StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::shared_ptr<Job> const& job, SchedulerLimits const& limits)
+    : StepLoop(backend, backend->start_batch(1, 1), limits, nullptr, true) {
+  running_ = 1;
+  join(job);
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits,
+                   std::shared_ptr<Audit> audit, bool is_stream)
     : backend_(std::move(backend)),
       batch_(std::move(batch)),
       limits_(limits),
       prefixes_(open_prefix_cache(backend_->manifest(), *batch_, limits.prefix_cache_bytes)),
-      kv_tokens_(kv_tokens_of(*batch_, backend_->manifest(), limits)),
+      kv_tokens_(is_stream ? kNoLimit : kv_tokens_of(*batch_, backend_->manifest(), limits)),
       audit_(std::move(audit)),
+      is_stream_(is_stream),
       balances_(std::make_shared<Balances>(batch_->free_slots())),
       slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
@@ -58,8 +70,12 @@ bool StepLoop::step() noexcept {
   end_cancelled();
   admit();
   began_ = seconds_now();
-  draft();
-  choose_steps();
+  requests_.clear();
+  if (result_) {
+    take(0, *std::exchange(result_, std::nullopt), 0);
+  } else if (draft()) {
+    choose_steps();
+  }
   bool const runs = !requests_.empty();
   if (runs) run(requests_);
 #ifndef NDEBUG
@@ -69,6 +85,13 @@ bool StepLoop::step() noexcept {
   news_ = false;
   stepper_ = std::thread::id();
   return runs || waiting() + running() > 0;
+}
+
+void StepLoop::step_stream() {
+  process_.check();
+  if (in_step()) throw GenerationError("a hook of a stream cannot read the stream that calls it");
+  step();
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 void StepLoop::watch(int descriptor) {
@@ -219,10 +242,10 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
     slots_[*slot] = job;
     batch_->sequence(*slot).adapter = job->request().adapter;
     batch_->sequence(*slot).cache_root = job->request().cache_root;
-    if (job->request().drafts && drafts_ == nullptr) drafts_ = backend_->start_batch_drafts(slots_.size());
+    if (job->request().drafts && drafts_ == nullptr) drafts_ = backend_->start_drafts(slots_.size());
     job->begin(batch_->sequence(*slot), audit_, drafts_ == nullptr ? nullptr : &drafts_->info(), balances_);
   } catch (...) {
-    if (slot) return fail(*slot, std::current_exception());
+    if (slot && !is_stream_) return fail(*slot, std::current_exception());
     {
       std::lock_guard<std::mutex> const lock(mutex_);
       --running_;
@@ -230,61 +253,6 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
     if (!failure_) failure_ = std::current_exception();
     job->end(std::nullopt, std::current_exception());
     news_ = true;
-  }
-}
-
-// Tells a job what its step runs beside it.
-void StepLoop::show_others(Job& job) const noexcept {
-  if (job.reads_prompt()) return;
-  std::int64_t const later = last_ > 0 ? last_ - job.left() : 0;
-  job.decoder().others = {writing_ - 1, tokens_ - 1 - job.decoder().planned(), later};
-}
-
-// Runs the drafter for the jobs that ask it, all at once, until none does.
-void StepLoop::draft() noexcept {
-  writing_ = tokens_ = 0;
-  last_ = 0;
-  bool const together = together_ && waiting() == 0;
-  for (auto const& job : slots_) {
-    if (job == nullptr || job->reads_prompt()) continue;
-    ++writing_;
-    tokens_ += 1 + job->decoder().planned();
-    if (together) last_ = std::max(last_, job->left());
-  }
-  while (drafts_ != nullptr) {
-    std::vector<std::size_t> asking;
-    try {
-      for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
-        if (slots_[slot] == nullptr || slots_[slot]->reads_prompt()) continue;
-        show_others(*slots_[slot]);
-        asking.push_back(slot);
-      }
-      for (std::size_t sharing = 0; sharing != asking.size();) {  // those that would ask alone with these, and so on
-        sharing = asking.size();
-        auto const declines = [&](std::size_t slot) { return !slots_[slot]->decoder().asks_drafter(sharing); };
-        asking.erase(std::remove_if(asking.begin(), asking.end(), declines), asking.end());
-      }
-      if (asking.empty()) return;
-      std::vector<SlotDraft> rows;
-      for (std::size_t const slot : asking) rows.push_back({slot, slots_[slot]->decoder().draft_rows()});
-      std::vector<DraftResult> const results = drafts_->run(rows);
-      for (std::size_t i = 0; i < asking.size(); ++i) {
-        Decoder& decoder = slots_[asking[i]]->decoder();
-        std::size_t const before = decoder.planned();
-        try {
-          show_others(*slots_[asking[i]]);
-          decoder.take_draft(results[i], asking.size());
-          tokens_ += decoder.planned() - before;
-        } catch (...) {  // of a hook
-          fail(asking[i], std::current_exception());
-        }
-      }
-    } catch (...) {
-      for (std::size_t const slot : asking) {  // perhaps twice, where it was thrown while some were removed
-        if (slots_[slot] != nullptr) fail(slot, std::current_exception());
-      }
-      return;
-    }
   }
 }
 
@@ -359,13 +327,14 @@ void StepLoop::take(std::size_t slot, StepResult const& result, double seconds) 
     if (slots_[slot]->take(result, seconds)) return end(slot, std::nullopt, nullptr);
     if (read || (prefixes_ != nullptr && prefixes_->due(slot, slots_[slot]->prompt().size()) > 0)) keep(slot);
   } catch (...) {  // logits that are not finite, no memory, or a callback's exception
+    if (is_stream_) result_ = result;
     fail(slot, std::current_exception());
   }
 }
 
 void StepLoop::fail(std::size_t slot, std::exception_ptr error) noexcept {
   if (!failure_) failure_ = error;
-  end(slot, std::nullopt, std::move(error));
+  if (!is_stream_) end(slot, std::nullopt, std::move(error));
 }
 
 void StepLoop::end(std::size_t slot, std::optional<FinishReason> reason, std::exception_ptr error) noexcept {

@@ -1,4 +1,4 @@
-// Runs the steps of a scheduler: holds its queue, its slots and its batch. `Scheduler` and `Engine::stream` of a list use it.
+// Runs the steps of requests: holds their queue, their slots and their batch. `Scheduler`, lists and `TokenStream` use it.
 #pragma once
 
 #include <atomic>
@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -23,6 +24,10 @@ class StepLoop {
   // audit: of mode exit; null: none.
   StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits,
            std::shared_ptr<Audit> audit);
+
+  // A loop of one job, which has its slot already, whatever memory it may need; of `limits` counts that of prompt tokens.
+  // Throws what failed.
+  StepLoop(std::shared_ptr<Backend> backend, std::shared_ptr<Job> const& job, SchedulerLimits const& limits);
 
   // Puts a job into the queue. Throws as `Scheduler::submit` does about the queue and K/V memory.
   void add(std::shared_ptr<Job> job);
@@ -46,11 +51,17 @@ class StepLoop {
 
   void end_together() { together_ = true; }  // only the end of the last job counts
 
+  // A step of a loop of one job. Throws what failed, which does not end the job: the next call goes on from there.
+  void step_stream();
+
   void ask() { asked_ = true; }  // after a job in the queue was cancelled
 
-  std::exception_ptr failure() const { return failure_; }  // of the first job that failed; not while others step
+  std::exception_ptr failure() const { return failure_; }  // the first; not while others step
 
  private:
+  StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits,
+           std::shared_ptr<Audit> audit, bool is_stream);
+
   void work() noexcept;
   void tell_watchers() noexcept;
   void end_cancelled() noexcept;
@@ -58,7 +69,7 @@ class StepLoop {
   std::vector<double> thresholds_of(Request const& request) const;
   void join(std::shared_ptr<Job> const& job) noexcept;
   void choose_steps() noexcept;
-  void draft() noexcept;
+  bool draft() noexcept;
   void show_others(Job& job) const noexcept;
   void keep(std::size_t slot) noexcept;
   void run(std::vector<SlotRequest> const& requests) noexcept;
@@ -76,6 +87,7 @@ class StepLoop {
   std::unique_ptr<PrefixCache> const prefixes_;  // null: there is none
   std::int64_t const kv_tokens_;                 // of all requests with a slot, at most
   std::shared_ptr<Audit> const audit_;           // null: there is none
+  bool const is_stream_;                         // of one job, which no failure ends
   std::shared_ptr<Balances> const balances_;     // of lossless jobs
 
   std::atomic<std::thread::id> stepper_{};      // the thread that does a step; none: no step is done
@@ -88,6 +100,7 @@ class StepLoop {
   std::exception_ptr failure_;
   std::int64_t last_ = 0;                       // tokens that one of these may still write, at most
   bool together_ = false;
+  std::optional<StepResult> result_;            // of a stream's step, which failed to take it
   double began_ = 0;  // the present step, by `seconds_now`
   bool news_ = false;  // whether a job got tokens or ended in the present step
 

@@ -68,24 +68,23 @@ std::size_t SegmentBackend::max_batch_size() const {
 }
 
 std::unique_ptr<Batch> SegmentBackend::start_batch(double compaction_threshold, std::size_t slots) {
-  if (max_batch_size() == 1) {
-    throw GenerationError(
-        "the networks of this bundle take one sequence at a time (exported with --batch-size 1, or the export said why): "
-        "give one prompt at a time, or use provider 'cpu'");
-  }
   return or_generation_error("cannot start a batch", [&] {
     std::size_t const count = std::min(slots, max_batch_size());
-    return std::make_unique<SegmentedBatch>(*this, take(idle_batches_, count), compaction_threshold, count);
+    return std::make_unique<SegmentedBatch>(*this, take(count), compaction_threshold, count);
   });
 }
 
-std::unique_ptr<SegmentBuffers> SegmentBackend::take(Idle<SegmentBuffers>& idle, std::size_t slots) {
-  std::unique_ptr<SegmentBuffers> buffers = idle.pop(slots);
+std::unique_ptr<SegmentBuffers> SegmentBackend::take(std::size_t slots) {
+  std::unique_ptr<SegmentBuffers> buffers = (slots == 1 ? idle_ : idle_batches_).pop(slots);
   if (buffers == nullptr) {
     return std::make_unique<SegmentBuffers>(specs_, open(NetworksOf::sequences), *manifest().networks, slots);
   }
   for (std::size_t slot = 0; slot < buffers->slots(); ++slot) buffers->clear(slot);
   return buffers;
+}
+
+void SegmentBackend::give_back(std::unique_ptr<SegmentBuffers> buffers) noexcept {
+  (buffers->slots() == 1 ? idle_ : idle_batches_).push(std::move(buffers));
 }
 
 }  // namespace tide

@@ -1,5 +1,5 @@
-// Runs a bundle's segment networks for all sequences. A sequence's buffers and recordings are expensive to create, so those of
-// one that has ended serve the next.
+// Runs a bundle's segment networks for all sequences. Buffers and recordings are expensive to create, so those of a batch that
+// has ended serve the next.
 #pragma once
 
 #include <functional>
@@ -23,9 +23,6 @@ class SegmentBackend final : public Backend {
   // open_device: returns a new device with the networks on it, which keep alive what they need.
   SegmentBackend(Bundle bundle, std::string provider, std::vector<NetworkSpec> specs, OpenDevice open_device);
 
-  // Throws GenerationError: not enough memory for another sequence's buffers.
-  std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending) override;
-
   std::unique_ptr<Drafts> start_drafts(std::size_t slots) override;
 
   std::size_t max_batch_size() const override;
@@ -33,16 +30,15 @@ class SegmentBackend final : public Backend {
   // See `Backend::start_batch`. Idle buffers that are too small are freed, so that two sizes are never held.
   std::unique_ptr<Batch> start_batch(double compaction_threshold, std::size_t slots) override;
 
-  // Take back the buffers of a sequence, of a batch, or of drafts, that have ended.
-  void give_back(std::unique_ptr<SegmentBuffers> buffers) noexcept { idle_.push(std::move(buffers)); }
-  void give_back_batch(std::unique_ptr<SegmentBuffers> buffers) noexcept { idle_batches_.push(std::move(buffers)); }
+  // Take back the buffers of a batch, or of drafts, that have ended.
+  void give_back(std::unique_ptr<SegmentBuffers> buffers) noexcept;
   void give_back_drafts(std::unique_ptr<DraftBuffers> buffers) noexcept { idle_drafts_.push(std::move(buffers)); }
 
  private:
   // Opens networks with the embedding that they read.
   DeviceNetworks open(NetworksOf part);
 
-  std::unique_ptr<SegmentBuffers> take(Idle<SegmentBuffers>& idle, std::size_t slots);
+  std::unique_ptr<SegmentBuffers> take(std::size_t slots);
 
   std::vector<NetworkSpec> specs_;
   std::optional<NetworkSpec> drafter_spec_;
@@ -50,7 +46,7 @@ class SegmentBackend final : public Backend {
   OpenDevice const open_device_;
   std::mutex embedding_mutex_;
   Buffer embedding_;  // once for all devices, which are on one GPU; none: it has not been read, or there is none
-  Idle<SegmentBuffers> idle_, idle_batches_;
+  Idle<SegmentBuffers> idle_, idle_batches_;  // of one slot, of several
   Idle<DraftBuffers> idle_drafts_;
 };
 

@@ -7,7 +7,7 @@
 namespace tide {
 namespace {
 
-bool is_free(Slot const& slot) { return slot.sequence == nullptr; }
+bool is_free(std::unique_ptr<Sequence> const& slot) { return slot == nullptr; }
 
 }  // namespace
 
@@ -18,7 +18,7 @@ SegmentedBatch::SegmentedBatch(SegmentBackend& backend, std::unique_ptr<SegmentB
       compaction_threshold_(compaction_threshold),
       slots_(slots) {}
 
-SegmentedBatch::~SegmentedBatch() { backend_.give_back_batch(steps_.take_buffers()); }
+SegmentedBatch::~SegmentedBatch() { backend_.give_back(steps_.take_buffers()); }
 
 std::size_t SegmentedBatch::free_slots() const {
   return static_cast<std::size_t>(std::count_if(slots_.begin(), slots_.end(), is_free));
@@ -26,17 +26,18 @@ std::size_t SegmentedBatch::free_slots() const {
 
 std::size_t SegmentedBatch::join(std::vector<double> const& thresholds, std::int64_t max_pending) {
   auto const slot = static_cast<std::size_t>(std::find_if(slots_.begin(), slots_.end(), is_free) - slots_.begin());
-  Slot joining{std::make_unique<SequenceState>(backend_.manifest()), {{thresholds.begin(), thresholds.end()}, max_pending}};
+  ExitRule rule{{thresholds.begin(), thresholds.end()}, max_pending};
+  auto joining = std::make_unique<Sequence>(backend_.manifest(), std::move(rule));
   steps_.buffers().clear(slot);  // of what an earlier sequence left there
   slots_[slot] = std::move(joining);
   return slot;
 }
 
-void SegmentedBatch::leave(std::size_t slot) noexcept { slots_[slot].sequence.reset(); }
+void SegmentedBatch::leave(std::size_t slot) noexcept { slots_[slot].reset(); }
 
 std::vector<StepResult> SegmentedBatch::step(std::vector<SlotRequest> const& requests) {
   return or_generation_error("the step failed",
-                             [&] { return steps_.step(slots_, requests, compaction_threshold_, false); });
+                             [&] { return steps_.step(slots_, requests, compaction_threshold_); });
 }
 
 }  // namespace tide

@@ -21,14 +21,14 @@ class SegmentedBatch final : public Batch {
   std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending) override;
 
   void leave(std::size_t slot) noexcept override;
-  SequenceState& sequence(std::size_t slot) override { return *slots_[slot].sequence; }
+  Sequence& sequence(std::size_t slot) override { return *slots_[slot]; }
   std::vector<StepResult> step(std::vector<SlotRequest> const& requests) override;
 
  private:
   SegmentBackend& backend_;
   SegmentedSteps steps_;
   double const compaction_threshold_;
-  std::vector<Slot> slots_;
+  Slots slots_;
 };
 
 }  // namespace tide

@@ -115,7 +115,7 @@ std::int64_t DeviceStep::most(std::size_t k) const {
 // Writes what the device reads of a step: of slots in it, and of others, which are padding.
 void DeviceStep::fill(std::vector<StepSlot> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
                       StepOptions const& options, std::vector<HeadRow> const& rows) {
-  *inputs_.host<StepShare>(kShare) = {options.compaction_threshold, static_cast<std::int32_t>(slots.size()), options.alone};
+  *inputs_.host<StepShare>(kShare) = {options.compaction_threshold, static_cast<std::int32_t>(slots.size())};
   auto* const rules = inputs_.host<SlotRule>(kRules);
   auto* const outcomes = outcomes_.host<SlotOutcome>(kOutcomes);
   for (std::size_t number = 0; number < shape_.slots; ++number) {
@@ -225,8 +225,8 @@ std::optional<std::size_t> DeviceStep::exit(std::size_t slot) const {
   if (!shape_.decides) return std::nullopt;
   std::size_t const number = slot - shape_.start;
   SlotOutcome const& outcome = outcomes_.host<SlotOutcome>(kOutcomes)[number];
-  bool const alone = inputs_.host<StepShare>(kShare)->alone != 0, verifies = inputs_.host<SlotRule>(kRules)[number].verifies != 0;
-  if (outcome.exit < 0 || !at_its_exit(alone, verifies, segments_run(slot) == segments_)) return std::nullopt;
+  bool const verifies = inputs_.host<SlotRule>(kRules)[number].verifies != 0;
+  if (outcome.exit < 0 || !at_its_exit(verifies, segments_run(slot) == segments_)) return std::nullopt;
   return static_cast<std::size_t>(outcome.exit);
 }
 

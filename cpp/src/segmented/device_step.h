@@ -25,7 +25,6 @@ struct StepSlot {
 // What a step is asked for.
 struct StepOptions {
   double compaction_threshold;
-  bool alone;   // see `SegmentedSteps::step`
   bool scores;  // the router's are read, of the only slot
 };
 

@@ -17,7 +17,6 @@ constexpr float kNever = 2.0F, kSure = 1.0F;  // thresholds: no score is above e
 struct StepShare {
   double compaction_threshold;
   std::int32_t everyone;  // slots with new tokens
-  std::int32_t alone;     // see `SegmentedSteps::step`
 };
 struct SlotRule {
   std::int64_t max_pending;
@@ -83,7 +82,7 @@ constexpr std::uint32_t schedule(StepArguments const& step, std::int32_t next, s
 constexpr void choose_row(StepArguments const& step, std::int32_t row) {
   RowChoice const& choice = step.choices[row];
   SlotOutcome const& outcome = step.outcomes[choice.slot];
-  step.rows[row] = outcome.exit >= 0 && at_its_exit(step.share->alone != 0, step.rules[choice.slot].verifies != 0,
+  step.rows[row] = outcome.exit >= 0 && at_its_exit(step.rules[choice.slot].verifies != 0,
                                                     outcome.segments_run == step.segments)
                        ? choice.exited
                        : choice.final;

@@ -19,6 +19,9 @@ std::int64_t max_pending(NetworksInfo const& info, std::size_t segments) {
   return std::min((info.max_tokens - 1) / checkpoints, info.state_rows - info.max_tokens);
 }
 
+// Whether the final states of all tokens that the last segment runs over are read.
+bool reads_all(Sequence const& sequence) { return sequence.states || sequence.draft_states; }
+
 }  // namespace
 
 SegmentedSteps::SegmentedSteps(std::unique_ptr<SegmentBuffers> buffers, Manifest const& manifest)
@@ -33,20 +36,22 @@ SegmentedSteps::SegmentedSteps(std::unique_ptr<SegmentBuffers> buffers, Manifest
       exit_states_(buffers_->slots()),
       scores_(depths_.size() - 1) {}
 
-std::vector<StepResult> SegmentedSteps::step(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests,
-                                             double compaction_threshold, bool alone) {
+std::vector<StepResult> SegmentedSteps::step(Slots& slots, std::vector<SlotRequest> const& requests,
+                                             double compaction_threshold) {
   std::vector<SlotStep> all = begin(slots, requests);
   for (SlotStep& one : all) run_first_parts(one);
-  bool const on_device = run_on_device(all, compaction_threshold, alone), scores = alone && all[0].sequence->scores;
+  bool const scores = all.size() == 1 && all[0].sequence->scores;
+  bool const on_device = run_on_device(all, compaction_threshold, scores);
   if (!on_device) {
     run_segments(all, compaction_threshold, scores);
-    run_head(all, alone);
+    run_head(all);
   }
   std::vector<StepResult> step_results;
   for (SlotStep const& one : all) step_results.push_back(result(one));
   if (scores) {
     std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN());
-    for (std::size_t k = 0; k < std::min(all[0].segments_run, scores_.size()); ++k) {
+    for (std::size_t k = 0; k < scores_.size() && k <= *all[0].exit && !requests[0].request.full; ++k) {
+      if (all[0].sequence->rule.thresholds[k] > kSure) continue;
       scores_[k] = on_device ? buffers_->device_step().score(k) : buffers_->score(k);
     }
     step_results[0].scores = scores_.data();
@@ -56,16 +61,15 @@ std::vector<StepResult> SegmentedSteps::step(std::vector<Slot>& slots, std::vect
 }
 
 // Checks the new tokens, and notes how far every slot has come.
-std::vector<SegmentedSteps::SlotStep> SegmentedSteps::begin(std::vector<Slot>& slots,
+std::vector<SegmentedSteps::SlotStep> SegmentedSteps::begin(Slots& slots,
                                                             std::vector<SlotRequest> const& requests) {
   std::vector<SlotStep> all;
   for (SlotRequest const& request : requests) {
-    Slot& slot = slots[request.slot];
+    Sequence& sequence = *slots[request.slot];
     std::vector<std::int64_t> const& ids = request.request.ids;
-    std::int64_t const total = length_after(slot.sequence->length(), ids.size(), capacity_);
-    std::int64_t const kept = request.verifies ? request.request.logits_to_keep : 1;
-    all.push_back({request.slot, &request, slot.sequence.get(), &slot.rule, slot.sequence->lengths, total,
-                   total - kept, 0, ids.data()});
+    std::int64_t const total = length_after(sequence.length(), ids.size(), capacity_);
+    all.push_back({request.slot, &request, &sequence, sequence.lengths, total, total - request.request.logits_to_keep, 0,
+                   ids.data()});
     results_[request.slot].logits.clear();
     results_[request.slot].candidates.clear();
     states_[request.slot].clear();
@@ -73,8 +77,8 @@ std::vector<SegmentedSteps::SlotStep> SegmentedSteps::begin(std::vector<Slot>& s
   }
   for (std::size_t k = 0; k < lengths_.size(); ++k) {
     for (std::size_t slot = 0; slot < lengths_[k].size(); ++slot) {
-      bool const used = slot < slots.size() && slots[slot].sequence != nullptr;
-      lengths_[k][slot] = used ? slots[slot].sequence->lengths[k] : 0;
+      bool const used = slot < slots.size() && slots[slot] != nullptr;
+      lengths_[k][slot] = used ? slots[slot]->lengths[k] : 0;
     }
   }
   return all;
@@ -89,7 +93,7 @@ void SegmentedSteps::run_first_parts(SlotStep& one) {
     one.total = one.start + max_tokens;
     one.ids = one.request->request.ids.data() + (lengths_[0][one.slot] - one.before[0]);
     for (std::size_t k = 0; k < lengths_.size(); ++k) run(k, {&one}, {kNever}, false);
-    if (one.sequence->states) buffers_->queue_states({final_states(one)});
+    if (reads_all(*one.sequence)) buffers_->queue_states({final_states(one)});
     buffers_->wait();
     buffers_->take_states();
     // The next part's states take the place of those that were pending, which are not any more if it fails.
@@ -107,7 +111,7 @@ void SegmentedSteps::run_first_parts(SlotStep& one) {
 }
 
 // Runs segments and head in one launch, and notes which exit; returns false where the device cannot.
-bool SegmentedSteps::run_on_device(std::vector<SlotStep>& all, double compaction_threshold, bool alone) {
+bool SegmentedSteps::run_on_device(std::vector<SlotStep>& all, double compaction_threshold, bool scores) {
   if (!buffers_->device().records()) return false;
   DeviceStep& step = buffers_->device_step();
   std::vector<StepSlot> slots;
@@ -116,12 +120,12 @@ bool SegmentedSteps::run_on_device(std::vector<SlotStep>& all, double compaction
     if (lengths_[0][one.slot] != one.before[0]) return false;  // it is the last part of a long one
     if (one.sequence->exit_state) return false;                // it is known on the host alone which that is
     std::vector<float> thresholds(depths_.size() - 1, kNever);
-    if (!one.request->request.full) thresholds = one.rule->thresholds;
-    slots.push_back({one.slot, one.total, std::move(thresholds), std::min(one.rule->max_pending, max_pending_),
+    if (!one.request->request.full) thresholds = one.sequence->rule.thresholds;
+    slots.push_back({one.slot, one.total, std::move(thresholds), std::min(one.sequence->rule.max_pending, max_pending_),
                      one.request->verifies, one.ids});
     add_final_rows(one);
   }
-  StepOptions const options{compaction_threshold, alone, alone && all[0].sequence->scores};
+  StepOptions const options{compaction_threshold, scores};
   if (!step.queue(slots, lengths_, options, rows_)) return false;
   queue_states(all, 0);
   step.finish(rows_);
@@ -146,7 +150,7 @@ void SegmentedSteps::run_segments(std::vector<SlotStep>& all, double compaction_
     std::vector<float> thresholds;
     for (SlotStep const* const one : steps) {
       bool const may_exit = k + 1 < depths_.size() && !one->exit && !one->request->request.full;
-      thresholds.push_back(may_exit ? one->rule->thresholds[k] : kNever);
+      thresholds.push_back(may_exit ? one->sequence->rule.thresholds[k] : kNever);
     }
     bool const decides = std::any_of(thresholds.begin(), thresholds.end(), [](float one) { return one < kSure; });
     run(k, steps, thresholds, decides || scores);
@@ -164,7 +168,7 @@ SegmentedSteps::Steps SegmentedSteps::scheduled(std::size_t k, std::vector<SlotS
                                                 double compaction_threshold) const {
   Steps active;
   for (SlotStep* const one : ran) {
-    std::int64_t const limit = std::min(one->rule->max_pending, max_pending_);
+    std::int64_t const limit = std::min(one->sequence->rule.max_pending, max_pending_);
     if (is_active(one->exit.has_value(), one->total - one->before[k], limit)) active.push_back(one);
   }
   bool const all_ran = ran.size() == all.size();
@@ -186,11 +190,11 @@ void SegmentedSteps::run(std::size_t k, Steps const& scheduled, std::vector<floa
 }
 
 // Runs the head on the rows of the exit states that the sequences' logits come from.
-void SegmentedSteps::run_head(std::vector<SlotStep>& all, bool alone) {
+void SegmentedSteps::run_head(std::vector<SlotStep>& all) {
   rows_.clear();
   for (SlotStep& one : all) {
     bool const deep = one.segments_run == depths_.size();
-    if (one.exit && at_its_exit(alone, one.request->verifies, deep)) {
+    if (one.exit && at_its_exit(one.request->verifies, deep)) {
       results_[one.slot].logits.clear();
       results_[one.slot].candidates.clear();
       add_rows(one, names::kExitRow, 1);
@@ -208,7 +212,7 @@ void SegmentedSteps::run_head(std::vector<SlotStep>& all, bool alone) {
 void SegmentedSteps::queue_states(std::vector<SlotStep> const& all, std::size_t least) {
   std::vector<StateRows> states;
   for (SlotStep const& one : all) {
-    if (one.sequence->states && one.segments_run >= least) states.push_back(final_states(one));
+    if (reads_all(*one.sequence) && one.segments_run >= least) states.push_back(final_states(one));
     if (one.sequence->exit_state) states.push_back(exit_state(one));
   }
   buffers_->queue_states(std::move(states));

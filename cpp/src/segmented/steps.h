@@ -1,5 +1,4 @@
-// Steps sequences over networks of one segment each: after every router, the depth rule selects which continue, as in the step
-// graph. `SegmentBuffers` holds the memory and runs the networks; `DeviceStep` runs a whole step that a GPU has seen before.
+// Steps sequences over networks of one segment each: after every router, the depth rule selects which continue. `SegmentBuffers` holds the memory and runs the networks; `DeviceStep` runs a whole step that a GPU has seen before.
 #pragma once
 
 #include <memory>
@@ -12,11 +11,8 @@
 
 namespace tide {
 
-// A slot of the buffers.
-struct Slot {
-  std::unique_ptr<SequenceState> sequence;  // null: it is free
-  ExitRule rule;
-};
+// The sequences in the slots of buffers; null: a slot is free.
+using Slots = std::vector<std::unique_ptr<Sequence>>;
 
 // May be used by one thread at a time.
 class SegmentedSteps {
@@ -28,20 +24,15 @@ class SegmentedSteps {
   std::unique_ptr<SegmentBuffers> take_buffers() { return std::move(buffers_); }  // at the end
   std::int64_t capacity() const { return capacity_; }                             // tokens a sequence can have
 
-  // See `Batch::step`.
-  //
-  // slots: as many as the buffers have, or the first of them.
-  // alone: as in `Sequence::step`: a token that can exit does so although it verifies, and the result has scores.
-  std::vector<StepResult> step(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests,
-                               double compaction_threshold, bool alone);
+  // See `Batch::step`. slots: as many as the buffers have, or the first of them.
+  std::vector<StepResult> step(Slots& slots, std::vector<SlotRequest> const& requests, double compaction_threshold);
 
  private:
   // One sequence in a step.
   struct SlotStep {
     std::size_t slot;
     SlotRequest const* request;
-    SequenceState* sequence;
-    ExitRule const* rule;
+    Sequence* sequence;
     std::vector<std::int64_t> before;  // its lengths
     std::int64_t total;                // its tokens, the new ones included
     std::int64_t first;                // position that gets logits
@@ -52,15 +43,15 @@ class SegmentedSteps {
   };
   using Steps = std::vector<SlotStep*>;
 
-  std::vector<SlotStep> begin(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests);
+  std::vector<SlotStep> begin(Slots& slots, std::vector<SlotRequest> const& requests);
   void run_first_parts(SlotStep& one);
   Steps scheduled(std::size_t k, std::vector<SlotStep>& all, Steps const& ran, double compaction_threshold) const;
-  bool run_on_device(std::vector<SlotStep>& all, double compaction_threshold, bool alone);
+  bool run_on_device(std::vector<SlotStep>& all, double compaction_threshold, bool scores);
   void run_segments(std::vector<SlotStep>& all, double compaction_threshold, bool scores);
   void run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds, bool verdict);
   void add_rows(SlotStep const& one, std::int64_t first_row, std::int64_t count);
   void add_final_rows(SlotStep const& one);
-  void run_head(std::vector<SlotStep>& all, bool alone);
+  void run_head(std::vector<SlotStep>& all);
   void queue_states(std::vector<SlotStep> const& all, std::size_t least);
   StateRows final_states(SlotStep const& one);
   StateRows exit_state(SlotStep const& one);

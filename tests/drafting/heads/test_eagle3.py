@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 import tiers
 import torch
-from plain_graphs import StepGraph
+from plain_graphs import Batch
 from random_heads import (
     CONTEXT,
     EPSILON,
@@ -30,10 +30,13 @@ from torch.nn import functional
 from tide_export.bundle.opened import open_bundle
 from tide_export.drafting.heads.eagle3 import read_eagle3
 from tide_export.model.source import SourceModel, load_model
+from tide_export.names import batch_networks
 from tide_export.names import step_graph as names
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.stepping import NO_LIMIT
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.quantized import restore
+from tide_export.verify.step_graph import StepGraph
 
 ROPE = LLAMA3["rope_parameters"]
 
@@ -187,38 +190,34 @@ def hidden_states(source: SourceModel, ids: list[int], layers: tuple[int, ...]) 
     return torch.cat([raw[layer][0] for layer in layers], -1)
 
 
-def test_final_states_are_the_fused_hidden_states(bundle: tuple[Any, ...], engine: Engine, shallow: Path) -> None:
-    source, (_, layers, head) = load_model(str(shallow)), bundle
-    ids = prompt(VOCABULARY, 20)
-    made = engine.generate(ids, mode="full", max_new_tokens=10, states=True, stop_token_ids=[])
-    expected = hidden_states(source, ids + made.tokens[:-1], layers) @ head.weights["fc.weight"].T
-    assert made.states is not None
-    np.testing.assert_allclose(made.states, expected, rtol=1e-3, atol=1e-3)
-
-
-def test_zeros_stand_for_states_of_earlier_steps(bundle: tuple[Any, ...], shallow: Path) -> None:
-    """Two tokens exit at different checkpoints, the third runs all layers of all three."""
+def test_draft_states_are_the_fused_hidden_states(bundle: tuple[Any, ...], engine: Engine, shallow: Path) -> None:
+    """In a run over two sequences; `states` are those that the model's head reads nevertheless."""
     source, (path, layers, head) = load_model(str(shallow)), bundle
-    graph, runs = StepGraph(open_bundle(path)), list[dict[str, np.ndarray]]()
-    network, checkpoints = graph.network, graph.manifest.checkpoints
+    texts = [prompt(VOCABULARY, 20), prompt(VOCABULARY, 7)[::-1]]
+    outputs = Batch(open_bundle(path), 2).through(texts, range(len(engine.manifest.segment_sizes)))
+    expected = torch.cat([hidden_states(source, ids, layers) for ids in texts]) @ head.weights["fc.weight"].T
+    np.testing.assert_allclose(outputs[batch_networks.DRAFT_STATES][0], expected, rtol=1e-3, atol=1e-3)
+    made = engine.generate(texts[0], mode="full", max_new_tokens=3, states=True, stop_token_ids=[])
+    with torch.no_grad():
+        depth = source.num_layers
+        final = source.normalize(source.run(torch.tensor([texts[0] + made.tokens[:-1]]), (depth,)).raw[depth])[0]
+    assert made.states is not None
+    np.testing.assert_allclose(made.states, final, rtol=1e-3, atol=1e-3)
 
-    def recorded(*arguments: Any) -> dict[str, np.ndarray]:
-        runs.append(network(*arguments))
-        return runs[-1]
 
-    graph.network = recorded
-    ids, late, early = prompt(VOCABULARY, 8), [NEVER_EXIT] * len(checkpoints), [NEVER_EXIT] * len(checkpoints)
-    late[-1] = early[0] = 0.0
-    graph.step(ids[:5])
-    exits = [graph.step([ids[5]], late)[1], graph.step([ids[6]], early)[1]]
-    graph.step(ids[7:])
-    assert exits == [checkpoints[-1], checkpoints[0]]
-    hidden = hidden_states(source, ids, layers).reshape(8, 3, 64)
-    for at, layer in enumerate(layers):
-        hidden[5, at] *= layer > checkpoints[-1]
-        hidden[6, at] *= layer > checkpoints[0]
-    expected = hidden.flatten(1) @ head.weights["fc.weight"].T
-    final = [outputs[names.FINAL_STATES] for outputs in runs]
+def test_states_of_earlier_steps_are_kept(bundle: tuple[Any, ...], shallow: Path) -> None:
+    """Two tokens exit at different checkpoints, the third runs the last segment over all three."""
+    source, (path, layers, head) = load_model(str(shallow)), bundle
+    graph = StepGraph(open_bundle(path)).start([], NO_LIMIT)
+    ids, checkpoints = prompt(VOCABULARY, 8), graph.graph.manifest.checkpoints
+    never = [NEVER_EXIT] * len(checkpoints)
+    late, early = [*never[1:], 0.0], [0.0, *never[1:]]
+    final, exits = list[np.ndarray](), list[int]()
+    for new, graph.thresholds in ((ids[:5], never), ([ids[5]], late), ([ids[6]], early), (ids[7:], never)):
+        exits.append(graph.step(new).exit_layer)
+        final.append(graph.outputs[names.FINAL_STATES])
+    assert exits[1:3] == [checkpoints[-1], checkpoints[0]]
+    expected = hidden_states(source, ids, layers).reshape(8, -1) @ head.weights["fc.weight"].T
     assert [states.shape[1] for states in final] == [5, 0, 0, 3]
     np.testing.assert_allclose(final[0][0], expected[:5], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(final[3][0], expected[5:], rtol=1e-3, atol=1e-3)
@@ -235,7 +234,7 @@ def test_the_manifest_says_what_it_drafts_with(bundle: tuple[Any, ...], engine: 
 @pytest.mark.parametrize("threshold", [1.0, 0.5])
 @pytest.mark.parametrize("drafter", [1, 4])
 def test_drafts_cost_no_token(engine: Engine, drafter: int, threshold: float) -> None:
-    """With a threshold below 1 exits draft too, and states of what they drafted are unknown."""
+    """With a threshold below 1 exits draft too."""
     assert drafts_cost_no_token(engine, drafter=drafter, threshold=threshold) > 20
 
 

@@ -7,7 +7,6 @@ import pytest
 import tiers
 import torch
 from families import build
-from plain_graphs import StepGraph
 from random_heads import prompt
 from tiny_configs import CHECKPOINTS
 from tiny_engines import bound
@@ -24,6 +23,8 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.names import step_graph as names
 from tide_export.pipeline.contents import make_manifest, save_graph
 from tide_export.routers.random_routers import random_routers
+from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.verify.step_graph import StepGraph
 
 LAYERS = (2, 1, 3)  # the first two are checkpoints, the last is the depth
 
@@ -42,17 +43,9 @@ def test_they_are_the_model_s(family: str, traces, tmp_path: Path) -> None:
         manifest = make_manifest(source, routers, TideConfig(), pieces, graph, length)
         save_graph(graph, folder, manifest)
         write_manifest(folder, manifest)
-    step, final = StepGraph(open_bundle(tmp_path / "bundle")), list[np.ndarray]()
-    network = step.network
-
-    def recorded(*arguments):
-        outputs = network(*arguments)
-        final.append(outputs[names.FINAL_STATES])
-        return outputs
-
-    step.network = recorded
-    step.step(ids)
+    sequence = StepGraph(open_bundle(tmp_path / "bundle")).start([NEVER_EXIT] * len(CHECKPOINTS), 0)
+    sequence.step(ids)
     with torch.no_grad():
         raw = source.run(torch.tensor([ids]), LAYERS).raw
     expected = torch.cat([raw[layer][0] for layer in LAYERS], -1) @ fc.T
-    np.testing.assert_allclose(final[0][0], expected, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(sequence.outputs[names.FINAL_STATES][0], expected, rtol=1e-3, atol=1e-3)

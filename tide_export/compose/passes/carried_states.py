@@ -19,6 +19,8 @@ from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, dims, integers, new_node, nodes_of, op_before, rank, required, static_dim
 from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
 
+TAPPED = "tapped"  # names the node that gives what a draft head reads, in the last segment whatever that is
+
 
 class CarriedStatesPass(ir.passes.InPlacePass):
     """Runs after `SharedKeysPass`, so that attention reads no value of an earlier segment."""
@@ -102,6 +104,8 @@ def _reads(graph: ir.Graph, depth: int) -> list[_Read]:
         layer = max((layers[value] for value in inputs if value in layers), default=None)
         if keeps_state(node):  # in its layer, whatever it reads
             layer = max(marker for marker in markers if marker <= node.attributes["layer"].as_int())
+        if node.name == TAPPED:
+            layer = max(marker for marker in markers if marker < depth)
         if layer is None:
             if node.op_type != "Shape" and not from_ids.isdisjoint(inputs):
                 from_ids.update(node.outputs)

@@ -16,7 +16,6 @@ from tide_export.compose.drafter import DrafterPieces
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
-from tide_export.compose.step_graph import Fuse
 from tide_export.drafting.heads.head import DraftHead
 from tide_export.errors import DraftError, TideError, first_line
 from tide_export.graph.builder import GraphBuilder, Weights
@@ -62,7 +61,7 @@ def head_pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
         raise DraftError(f"draft head {head.name!r} ({head.kind}) cannot be exported: {first_line(error)}") from error
 
 
-def fuse_of(head: DraftHead, quantized: bool) -> Fuse | None:
+def fuse_of(head: DraftHead, quantized: bool) -> ir.Graph | None:
     """Composes the head's states of the model's hidden states, if it reads several.
 
     Args:
@@ -79,7 +78,7 @@ def fuse_of(head: DraftHead, quantized: bool) -> Fuse | None:
     else:
         weight = builder.weights.float32(f"{DRAFT_HEAD_FUSION}.T", head.fc.T.numpy())
         states = builder.op("MatMul", [hidden, weight], dtype=FLOAT, shape=shape)
-    return Fuse(head.layers, builder.model("fuse", [hidden], {"states": states}).graph)
+    return builder.model("fuse", [hidden], {"states": states}).graph
 
 
 def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:

@@ -6,14 +6,14 @@ load one, set the bundle as ONNX Runtime's folder of external weights
 (`session.model_external_initializers_file_folder_path`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
 import onnx_ir.convenience as irc
 
 from tide_export.bundle.file_names import BATCH_FOLDER, GRAPH_FILE, batch_file
-from tide_export.compose.cut import Pieces, check_positions
+from tide_export.compose.cut import Pieces
 from tide_export.compose.packed_segments import Part, compose_packed
 from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import GraphError
@@ -28,21 +28,23 @@ def save_batch_networks(
     pieces: Pieces,
     routers: RouterWeights,
     lenses: LensWeights | None,
+    fuse: ir.Graph | None = None,
     lower: Callable[[ir.Model], ir.Model] = lower_for_onnxruntime,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes the networks into `folder`.
 
     `pipeline.contents.save_graph` wrote the step graph of the same pieces there.
 
     Args:
+        fuse: as in `compose.step_graph.compose`.
         lower: the function that lowered the step graph, so that the weights are equal.
+        metadata: what the segments record for a runtime to compare (see `Manifest.graph_metadata`).
 
     Raises:
-        UnsupportedModelError: the model counts positions on from the first token's; nothing is written then.
         GraphError: the graph in `folder` does not hold a weight that the networks read.
     """
-    check_positions(pieces)
-    model, parts = compose_packed(pieces, routers, lenses)
+    model, parts = compose_packed(pieces, routers, lenses, fuse)
     lower(model)
     stored = ir.load(folder / GRAPH_FILE).graph.initializers
     for value in model.graph.initializers.values():
@@ -51,6 +53,7 @@ def save_batch_networks(
     for part in parts:
         network = _network(model, part)
         remove_unused(network)
+        network.metadata_props.update(metadata or {})
         ir.save(network, folder / batch_file(part.name))
 
 

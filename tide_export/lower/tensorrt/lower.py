@@ -158,7 +158,7 @@ def networks_for_tensorrt(
     models = compose_segments(pieces, routers, lenses, capacity, state_rows(capacity))
     unbatched, bounds = None, []
     try:
-        check_positions(pieces, rows=True)
+        check_positions(pieces)
     except UnsupportedModelError as error:
         unbatched = str(error)
     precision = [HalfPrecisionPass(weights)] if weights != "fp32" else []
