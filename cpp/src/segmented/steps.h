@@ -1,4 +1,5 @@
-// Steps sequences over networks of one segment each: after every router, the depth rule selects which continue. `SegmentBuffers` holds the memory and runs the networks; `DeviceStep` runs a whole step that a GPU has seen before.
+// Steps sequences over networks of one segment each: after every router, the depth rule selects which continue.
+// `SegmentBuffers` holds the memory and runs the networks; `DeviceStep` runs a whole step that a GPU has seen before.
 #pragma once
 
 #include <memory>
