@@ -2,6 +2,7 @@
 valid."""
 
 import collections
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,14 @@ def test_the_head_reads_as_many_last_positions_as_are_requested(demo_source, dem
     np.testing.assert_allclose(rows, expected, atol=2e-4)
     exiting = engine.start([-1.0] * len(CHECKPOINTS), max_pending=100)
     assert exiting.step(ids, logits_to_keep=7).position_logits.shape == (1, demo_source.vocab_size)
+
+
+def test_lowering_logs_what_each_pass_changed(pieces, routers, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "tide_export")
+    lower_for_onnxruntime(compose(pieces, routers))
+    layers = pieces.boundaries[-1]
+    attention = f"-{layers} tide::TideAttention, +{layers} tide::TidePagedAttention"
+    assert any(line.startswith("PagedAttentionPass: ") and line.endswith(attention) for line in caplog.messages)
 
 
 def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> None:

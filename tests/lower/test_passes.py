@@ -1,10 +1,14 @@
 """Each pass alone: it rewrites its pattern, leaves similar ones, and changes no number."""
 
+import logging
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from onnx_ir.passes import common as common_passes
 
+from tide_export.graph import rewriting
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
@@ -256,3 +260,48 @@ def test_rows_are_multiplied_by_their_expert(experts: int, transposed: int) -> N
             [[row[0] @ weights[0][e] @ weights[1][e] for e in each] for row, each in zip(x, choice, strict=True)]
         )
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_logs_what_it_changed_and_how_often(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def logged(model: ir.Model, rewrite: ir.passes.PassBase) -> list[str]:
+        caplog.clear()
+        rewriting.run_passes(model, rewrite)
+        return [record.getMessage() for record in caplog.records]
+
+    caplog.set_level(logging.DEBUG, "tide_export")
+    model = added_and_normalized()
+    fused = "com.microsoft::SkipSimplifiedLayerNormalization"
+    assert logged(model, SkipNormsPass()) == [f"SkipNormsPass: -2 Add, -2 RMSNormalization, +2 {fused}"]
+    assert logged(model, SkipNormsPass()) == []
+    rewriting.register(model.graph, ir.tensor([1.0], name="unused"))
+    assert logged(model, common_passes.RemoveUnusedNodesPass()) == ["RemoveUnusedNodesPass: -1 FLOAT initializer"]
+
+    caplog.set_level(logging.INFO, "tide_export")
+    monkeypatch.delattr(rewriting, "Contents")
+    assert logged(added_and_normalized(), SkipNormsPass()) == [], "counts nothing where nothing is logged"
+
+
+def added_and_normalized() -> ir.Model:
+    """Two times an addition of states, and its norm."""
+    sketch = Sketch()
+    total, other, weight = sketch.input("a", [1, "s", 16]), sketch.input("b", [1, "s", 16]), sketch.weight("scale", 16)
+    for _ in range(2):
+        total = sketch.op("Add", [total, other], shape=[1, "s", 16])
+        other = sketch.op("RMSNormalization", [total, weight], {"axis": -1}, shape=[1, "s", 16])
+    return sketch.model(other, total)
+
+
+def test_a_pass_that_joins_nodes_otherwise_logs_how_many(caplog: pytest.LogCaptureFixture) -> None:
+    class Swap(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            node = model.graph.node(0)
+            a, b = node.inputs
+            node.replace_input_with(0, b)
+            node.replace_input_with(1, a)
+            return ir.passes.PassResult(model, modified=True)
+
+    caplog.set_level(logging.DEBUG, "tide_export")
+    rewriting.run_passes(added_and_normalized(), Swap())
+    assert caplog.messages == ["Swap: as many nodes of each operator, other inputs of 1"]

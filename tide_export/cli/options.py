@@ -79,7 +79,7 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
 def _command(commands, name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
     parser.add_argument("-q", "--quiet", action="count", default=0, help="only warnings and errors")
-    parser.add_argument("-v", "--verbose", action="count", default=0, help="log everything")
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="log everything, such as what passes change")
     parser.add_argument("--debug", action="store_true", help="print tracebacks")
     return parser
 

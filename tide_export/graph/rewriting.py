@@ -1,5 +1,6 @@
 """Reads and changes graphs: what the passes of `trace`, `compose` and `lower` share."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,10 @@ from numpy.typing import ArrayLike
 from onnx_ir.passes import common as common_passes
 
 from tide_export.errors import GraphError
+from tide_export.graph.contents import Contents
 from tide_export.names.operators import DOMAIN
+
+logger = logging.getLogger("tide_export")
 
 T = TypeVar("T")
 Dim = int | ir.SymbolicDim
@@ -24,14 +28,21 @@ SWAP_HEADS = [0, 2, 1, 3]  # [B, H, S, Dh] <-> [B, S, H, Dh]
 def run_passes(model: ir.Model, *passes: ir.passes.PassBase) -> None:
     """Runs in-place `passes` over `model`, in order.
 
+    At log level DEBUG each that changes something has a line, `Contents.since`.
+
     Raises:
         GraphError: a pass found its precondition not met, or did not meet its postcondition.
     """
+    before = Contents(model) if logger.isEnabledFor(logging.DEBUG) else None
     for rewrite in passes:
         try:
-            rewrite(model)
+            modified = rewrite(model).modified
         except ir.passes.InvariantError as error:
             raise GraphError(str(error)) from error
+        if modified and before is not None:
+            after = Contents(model)
+            logger.debug("%s: %s", type(rewrite).__name__, after.since(before))
+            before = after
 
 
 def remove_unused(model: ir.Model) -> None:
