@@ -1,0 +1,1 @@
+"""Replacements for layers with a recurrent state, by kind; `trace.recurrence` lists them."""
