@@ -1,71 +1,25 @@
-// TideLayers: nodes of a graph, run one after another by threads that meet between their phases alone. Attribute `nodes`
-// lists them, a line each, as tide_export/lower/onnxruntime/layers.py writes them:
-//
-//   slots 576 1536
-//   RMSNormalization s0 = i0 w5 epsilon=1e-05
-//   TideInt4MatMul s1 = s0 w6 w7 bits=4
-//
-// i, w and o are inputs, inputs that never change (weights) and outputs of the operator, by number; s are states
-// [1, N, ..] between nodes, of the widths that the first line gives; - is absent. N is that of input 0, [1, N, ..].
+// TideLayers: the nodes of a graph, run one after another by threads that meet between their phases alone, not between
+// operators. layers_program.h has the form in which its attribute lists them.
 #include <algorithm>
-#include <locale>
-#include <map>
 #include <mutex>
-#include <sstream>
 #include <stdexcept>
 
+#include "layers_program.h"
 #include "nodes.h"
 
 namespace tide_ops {
 namespace {
 
-struct Operand {
-  char kind;
-  std::size_t index;
-};
-
-// What a line says after its operands.
-class WrittenAttributes : public Attributes {
- public:
-  void add(std::string const& word) {
-    std::size_t const equals = word.find('=');
-    if (equals == std::string::npos) throw std::invalid_argument(word);
-    values_[word.substr(0, equals)] = word.substr(equals + 1);
-  }
-
-  std::int64_t integer(char const* name, std::int64_t otherwise) const override { return read(name, otherwise); }
-  float number(char const* name, float otherwise) const override { return read(name, otherwise); }
-  std::string text(char const* name) const override { return read(name, std::string()); }
-
- private:
-  template <typename T>
-  T read(char const* name, T value) const {
-    auto const found = values_.find(name);
-    if (found == values_.end()) return value;
-    std::istringstream text(found->second);
-    text.imbue(std::locale::classic());
-    if (!(text >> value)) throw std::invalid_argument(found->second);
-    return value;
-  }
-
-  std::map<std::string, std::string> values_;
-};
-
-struct Line {
-  std::unique_ptr<Node> node;
-  std::vector<Operand> outputs, inputs;
-};
-
 // The tensors of a run.
 struct Tensors {
-  Operands const& all;
+  Operands const& all;  // of the operator
   std::vector<std::int64_t> const& widths;
-  std::vector<Tensor> const &weights;
-  std::vector<Tensor> inputs, outputs, slots;
-  float* memory;  // of slots
-  std::int64_t rows;
+  std::vector<Tensor> const& weights;
+  std::vector<Tensor> inputs, outputs, states;
+  std::int64_t rows = 0;
+  float* memory = nullptr;  // of states
 
-  Status* slot(std::size_t index, std::int64_t const* dims, std::size_t rank, void** data) {
+  Status* make_state(std::size_t index, std::int64_t const* dims, std::size_t rank, void** data) {
     std::int64_t count = 1;
     for (std::size_t d = 0; d < rank; ++d) count *= dims[d];
     if (rank > kMaxRank || count > rows * widths[index]) {
@@ -73,14 +27,26 @@ struct Tensors {
     }
     float* at = memory;
     for (std::size_t i = 0; i < index; ++i) at += rows * widths[i];
-    Tensor& tensor = slots[index];
-    tensor.data = *data = at;
-    tensor.rank = rank;
-    std::copy_n(dims, rank, tensor.dims);
+    *data = at;
+    keep(states[index], at, dims, rank);
     return nullptr;
+  }
+
+  Status* make_output(std::size_t index, std::int64_t const* dims, std::size_t rank, void** data) {
+    TIDE_RETURN_IF_FAILED(all.output(index, dims, rank, data));
+    keep(outputs[index], *data, dims, rank);
+    return nullptr;
+  }
+
+ private:
+  static void keep(Tensor& tensor, void* data, std::int64_t const* dims, std::size_t rank) {
+    tensor.data = data;
+    tensor.rank = rank;
+    std::copy_n(dims, std::min(rank, kMaxRank), tensor.dims);
   }
 };
 
+// Those of one line.
 class LineOperands : public Operands {
  public:
   LineOperands(Tensors& tensors, Line const& line) : tensors_(tensors), line_(line) {}
@@ -89,10 +55,10 @@ class LineOperands : public Operands {
     tensor = {};
     if (index >= line_.inputs.size()) return nullptr;
     Operand const& operand = line_.inputs[index];
-    if (operand.kind == 's') tensor = tensors_.slots[operand.index];
-    if (operand.kind == 'i') tensor = tensors_.inputs[operand.index];
-    if (operand.kind == 'o') tensor = tensors_.outputs[operand.index];
-    if (operand.kind == 'w') tensor = tensors_.weights[operand.index];
+    if (operand.kind == Operand::kState) tensor = tensors_.states[operand.index];
+    if (operand.kind == Operand::kInput) tensor = tensors_.inputs[operand.index];
+    if (operand.kind == Operand::kOutput) tensor = tensors_.outputs[operand.index];
+    if (operand.kind == Operand::kWeight) tensor = tensors_.weights[operand.index];
     return nullptr;
   }
 
@@ -100,13 +66,8 @@ class LineOperands : public Operands {
     *data = nullptr;
     if (index >= line_.outputs.size()) return nullptr;
     Operand const& operand = line_.outputs[index];
-    if (operand.kind == 's') return tensors_.slot(operand.index, dims, rank, data);
-    if (operand.kind != 'o') return nullptr;
-    TIDE_RETURN_IF_FAILED(tensors_.all.output(operand.index, dims, rank, data));
-    Tensor& tensor = tensors_.outputs[operand.index];
-    tensor.data = *data;
-    tensor.rank = rank;
-    std::copy_n(dims, std::min(rank, kMaxRank), tensor.dims);
+    if (operand.kind == Operand::kState) return tensors_.make_state(operand.index, dims, rank, data);
+    if (operand.kind == Operand::kOutput) return tensors_.make_output(operand.index, dims, rank, data);
     return nullptr;
   }
 
@@ -117,89 +78,55 @@ class LineOperands : public Operands {
 
 class Layers : public Node {
  public:
-  explicit Layers(std::string const& text) {
-    std::istringstream lines(text);
-    for (std::string written; std::getline(lines, written);) {
-      std::istringstream words(written);
-      words.imbue(std::locale::classic());
-      std::string name;
-      words >> name;
-      if (name == "slots") {
-        for (std::int64_t width; words >> width;) widths_.push_back(width);
-      } else {
-        lines_.push_back(line_of(name, words));
-      }
+  explicit Layers(std::string const& text) : program_(program_of(text)) {
+    for (Line const& line : program_.lines) {
+      nodes_.push_back(node_of(line.name, line.attributes));
+      if (nodes_.back() == nullptr) throw std::invalid_argument(line.name);
     }
+    for (std::int64_t const width : program_.widths) width_ += width;
   }
 
   Status* add(Operands const& operands, Run& run) override {
     TIDE_RETURN_IF_FAILED(read_weights(operands));
-    Tensors tensors{operands, widths_, weights_, std::vector<Tensor>(inputs_.size()), std::vector<Tensor>(outputs_),
-                    std::vector<Tensor>(widths_.size()), nullptr, 0};
-    for (std::size_t i = 0; i < inputs_.size(); ++i) {
-      if (inputs_[i]) TIDE_RETURN_IF_FAILED(operands.input(i, tensors.inputs[i]));
-    }
+    Tensors tensors{operands,
+                    program_.widths,
+                    weights_,
+                    std::vector<Tensor>(program_.inputs.size()),
+                    std::vector<Tensor>(program_.outputs),
+                    std::vector<Tensor>(program_.widths.size())};
+    TIDE_RETURN_IF_FAILED(read(operands, program_.inputs, tensors.inputs));
     if (tensors.inputs.empty() || tensors.inputs[0].rank < 3 || tensors.inputs[0].dims[0] != 1) {
       return invalid("TideLayers takes states [1, N, ..] first");
     }
     tensors.rows = tensors.inputs[0].dims[1];
-    std::int64_t width = 0;
-    for (std::int64_t const each : widths_) width += each;
-    tensors.memory = run.scratch(tensors.rows * width, Run::kStates);
-    for (Line const& line : lines_) TIDE_RETURN_IF_FAILED(line.node->add(LineOperands(tensors, line), run));
+    tensors.memory = run.scratch(tensors.rows * width_, Run::kStates);
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+      TIDE_RETURN_IF_FAILED(nodes_[i]->add(LineOperands(tensors, program_.lines[i]), run));
+    }
     return nullptr;
   }
 
  private:
-  Line line_of(std::string const& name, std::istringstream& words) {
-    Line line;
-    WrittenAttributes attributes;
-    bool outputs = true;
-    for (std::string word; words >> word;) {
-      if (word == "=") {
-        outputs = false;
-      } else if (word.find('=') != std::string::npos) {
-        attributes.add(word);
-      } else {
-        (outputs ? line.outputs : line.inputs).push_back(operand_of(word));
-      }
+  static Status* read(Operands const& operands, std::vector<bool> const& which, std::vector<Tensor>& tensors) {
+    for (std::size_t i = 0; i < which.size(); ++i) {
+      if (which[i]) TIDE_RETURN_IF_FAILED(operands.input(i, tensors[i]));
     }
-    line.node = node_of(name, attributes);
-    if (line.node == nullptr) throw std::invalid_argument(name);
-    return line;
-  }
-
-  Operand operand_of(std::string const& word) {
-    constexpr std::size_t kMost = 1 << 16;
-    Operand const operand{word[0], word[0] == '-' ? 0 : std::stoul(word.substr(1))};
-    bool const known = operand.kind == 's' ? operand.index < widths_.size() : operand.index < kMost;
-    if (word.find_first_not_of("-iwos") != (word == "-" ? std::string::npos : 1) || !known) {
-      throw std::invalid_argument(word);
-    }
-    if (operand.kind == 'o') outputs_ = std::max(outputs_, operand.index + 1);
-    if (operand.kind != 'i' && operand.kind != 'w') return operand;
-    std::vector<bool>& read = operand.kind == 'i' ? inputs_ : constant_;
-    if (read.size() <= operand.index) read.resize(operand.index + 1);
-    read[operand.index] = true;
-    return operand;
+    return nullptr;
   }
 
   // Once: they stay where and as they are.
   Status* read_weights(Operands const& operands) {
     std::lock_guard<std::mutex> const lock(mutex_);
     if (!weights_.empty()) return nullptr;
-    std::vector<Tensor> weights(constant_.size());
-    for (std::size_t i = 0; i < constant_.size(); ++i) {
-      if (constant_[i]) TIDE_RETURN_IF_FAILED(operands.input(i, weights[i]));
-    }
+    std::vector<Tensor> weights(program_.weights.size());
+    TIDE_RETURN_IF_FAILED(read(operands, program_.weights, weights));
     weights_ = std::move(weights);
     return nullptr;
   }
 
-  std::vector<std::int64_t> widths_;
-  std::vector<Line> lines_;
-  std::vector<bool> inputs_, constant_;  // which inputs of the operator are read
-  std::size_t outputs_ = 0;
+  Program const program_;
+  std::vector<std::unique_ptr<Node>> nodes_;  // of its lines
+  std::int64_t width_ = 0;                    // of all states
   std::mutex mutex_;
   std::vector<Tensor> weights_;
 };
