@@ -15,7 +15,7 @@ struct Options {
   bool help = false;
 };
 
-extern char const* const kUsage;
+std::string usage();
 
 // Throws tide::ConfigError, tide::GenerationError.
 Options parse(std::vector<std::string> const& arguments);

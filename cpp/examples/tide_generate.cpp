@@ -29,7 +29,7 @@ int main(int count, char** arguments) {
   try {
     Options options = parse({arguments + 1, arguments + count});
     if (options.help) {
-      std::cout << kUsage;
+      std::cout << usage();
       return 0;
     }
     if (options.bundle.empty()) throw tide::ConfigError("no bundle is given: see tide_generate --help");

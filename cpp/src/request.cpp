@@ -12,39 +12,102 @@
 namespace tide {
 namespace {
 
-// Throws if an option has no effect: in mode full, for a bundle without checkpoints, or for one prompt an option of
-// batches.
-void check_exits(Bundle const& bundle, GenerationConfig const& config, bool batched) {
-  Manifest const& manifest = bundle.manifest;
-  std::pair<char const*, bool> const options[] = {{"threshold", config.threshold.has_value()},
-                                                  {"min_layers", config.min_layers.has_value()},
-                                                  {"max_pending", config.max_pending.has_value()},
-                                                  {"compaction_threshold", config.compaction_threshold.has_value()}};
-  for (auto const& [option, set] : options) {
-    if (!set) continue;
-    std::string const name = option;
-    if (name == "compaction_threshold" && !batched) {
-      throw GenerationError(name + " is for a list of prompts: one prompt has nothing to be kept apart from");
-    }
+// The numbers that an option may be: from `low` on, or only above it, to `high`.
+struct Limits {
+  double low = -std::numeric_limits<double>::infinity();
+  double high = std::numeric_limits<double>::infinity();
+  bool above = false;
+};
+constexpr Limits unlimited;
+constexpr Limits at_least(double low) { return {low}; }
+constexpr Limits within(double low, double high) { return {low, high}; }
+constexpr Limits above(double low, double high = Limits().high) { return {low, high, true}; }
+
+void check_limits(char const* name, std::int64_t value, Limits const& limits) {
+  whole_number(name, value, static_cast<std::int64_t>(limits.low));
+}
+
+void check_limits(char const* name, double value, Limits const& limits) {
+  real_number(name, value);
+  if ((limits.above ? limits.low < value : limits.low <= value) && value <= limits.high) return;
+  std::ostringstream rule;
+  if (limits.above) {
+    rule << "be above " << limits.low;
+    if (std::isfinite(limits.high)) rule << " and at most " << limits.high;
+  } else if (std::isfinite(limits.high)) {
+    rule << "lie in [" << limits.low << ", " << limits.high << "]";
+  } else {
+    rule << "be " << limits.low << " or more";
+  }
+  throw GenerationError(std::string(name) + " must " + rule.str() + ", not " + shown(value));
+}
+
+void check_limits(char const* name, Seed const& seeds, Limits const& limits) {
+  for (std::int64_t const seed : seeds.values()) check_limits(name, seed, limits);
+}
+
+// What is no number; and thresholds, which `resolve_thresholds` checks with the bundle's.
+template <typename T>
+void check_limits(char const*, T const&, Limits const&) {}
+
+template <typename T>
+void check_limits(char const* name, std::optional<T> const& value, Limits const& limits) {
+  if (value) check_limits(name, *value, limits);
+}
+
+// Where an option has an effect.
+enum class Counts {
+  everywhere,
+  drawn,        // with a temperature
+  exits,        // in modes exit and lossless, with checkpoints
+  lists,        // as exits, of a list of prompts
+  lossless,     // in this mode
+  not_lossless  // in others
+};
+
+// Throws if an option, which is set, has no effect. batched: for a list of prompts.
+void check_effect(std::string const& name, Counts counts, Bundle const& bundle, GenerationConfig const& config, bool batched) {
+  bool const greedy = config.temperature == 0, drafts = config.mode == Mode::lossless;
+  std::string const mode = "'" + std::string(name_of(config.mode)) + "'";
+  if (counts == Counts::drawn && greedy) {
+    throw GenerationError(name + " is for a temperature above 0: without one the most likely token is taken");
+  }
+  if (counts == Counts::lists && !batched) {
+    throw GenerationError(name + " is for a list of prompts: one prompt has nothing to be kept apart from");
+  }
+  if (counts == Counts::exits || counts == Counts::lists) {
     if (config.mode == Mode::full) {
-      throw GenerationError(name + " is for modes 'exit' and 'lossless', not 'full', where no token leaves early");
+      throw GenerationError(name + " is for modes 'exit' and 'lossless', not " + mode + ", where no token leaves early");
     }
-    if (manifest.checkpoints.empty()) {
+    if (bundle.manifest.checkpoints.empty()) {
       throw GenerationError(name + " is for checkpoints, and bundle " + bundle.path.string() +
                             " has none: no token leaves early");
     }
   }
+  if (counts == Counts::lossless && !drafts) {
+    throw GenerationError(name + " is for mode 'lossless', not " + mode + ": elsewhere nothing is drafted");
+  }
+  if (counts == Counts::not_lossless && drafts) {
+    throw GenerationError(name + " is for modes 'full' and 'exit', not " + mode + ", whose drafts have states that are not kept");
+  }
 }
 
-// Throws if top_k, top_p or min_p is set for greedy decoding, where they have no effect.
-void check_sampling(GenerationConfig const& config) {
-  std::pair<char const*, bool> const options[] = {
-      {"top_k", config.top_k > 0}, {"top_p", config.top_p < 1}, {"min_p", config.min_p > 0}};
-  for (auto const& [option, set] : options) {
-    if (!set || config.temperature != 0) continue;
-    throw GenerationError(std::string(option) +
-                          " is for a temperature above 0: without one the most likely token is taken");
-  }
+template <typename T>
+bool differs(T const& value, T const& other) {
+  return value != other;
+}
+
+template <typename T>
+bool differs(std::optional<T> const& value, std::optional<T> const&) {
+  return value.has_value();
+}
+
+// Throws if an option that is set has no effect.
+void check_effects(Bundle const& bundle, GenerationConfig const& config, bool batched) {
+  GenerationConfig const defaults;
+#define TIDE_OPTION(type, name, standard, limits, counts, help) \
+  if (differs(config.name, defaults.name)) check_effect(#name, Counts::counts, bundle, config, batched);
+#include "tide/options.inc"
 }
 
 // How lossless mode drafts.
@@ -59,27 +122,20 @@ Drafting drafting_of(Manifest const& manifest, GenerationConfig const& config) {
 
 // The limits of drafting; none outside lossless mode.
 std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig const& config) {
-  if (config.mode != Mode::lossless) {
-    if (!config.prompt_lookup && !config.drafter) return std::nullopt;
-    throw GenerationError((config.prompt_lookup ? "prompt_lookup" : "drafter") +
-                          std::string(" is for mode 'lossless', not '") + std::string(name_of(config.mode)) +
-                          "': elsewhere nothing is drafted");
-  }
+  if (config.mode != Mode::lossless) return std::nullopt;
   Drafting const drafting = drafting_of(bundle.manifest, config);
   DraftLimits limits(drafting);
-  if (config.max_pending) limits.max_drafts = whole_number("max_pending", *config.max_pending, 0);
-  if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);
-  if (config.drafter) limits.drafter = whole_number("drafter", *config.drafter, 0);
+  limits.max_drafts = config.max_pending.value_or(limits.max_drafts);
+  limits.prompt_lookup = config.prompt_lookup.value_or(limits.prompt_lookup);
+  limits.drafter = config.drafter.value_or(limits.drafter);
   limits.undo(bundle.manifest.model.undo());
   return limits;
 }
 
 // The compaction threshold of a list of prompts.
 double compaction_share(Manifest const& manifest, GenerationConfig const& config) {
-  auto const& chosen = config.compaction_threshold;
-  double const share = chosen ? number_within("compaction_threshold", *chosen, 0, 1) : manifest.compaction_threshold;
   // In lossless mode pending tokens are drafts, all of which must go through every layer.
-  return config.mode == Mode::lossless && !chosen ? 0 : share;
+  return config.compaction_threshold.value_or(config.mode == Mode::lossless ? 0 : manifest.compaction_threshold);
 }
 
 // The seed of a prompt that is not in a list; none: a random one.
@@ -106,7 +162,7 @@ void check_logits(Manifest const& manifest, GenerationConfig const& config) {
   std::pair<char const*, std::optional<std::int64_t>> const counts[] = {{"logprobs", config.logprobs},
                                                                         {"prompt_logprobs", config.prompt_logprobs}};
   for (auto const& [name, count] : counts) {
-    if (!count || whole_number(name, *count, 0) <= manifest.model.vocab_size) continue;
+    if (!count || *count <= manifest.model.vocab_size) continue;
     throw GenerationError(std::string(name) + " must be a whole number from 0 to " +
                           std::to_string(manifest.model.vocab_size) + ", not " + std::to_string(*count));
   }
@@ -148,8 +204,8 @@ std::int64_t salted(std::string const& salt, std::int64_t adapter) {
 }  // namespace
 
 Request::Request(Backend const& backend, GenerationConfig const& config, std::optional<std::size_t> prompts)
-    : mode(config.mode),
-      max_new_tokens(whole_number("max_new_tokens", config.max_new_tokens, 1)),
+    : mode(within_limits(config).mode),
+      max_new_tokens(config.max_new_tokens),
       thresholds(resolve_thresholds(backend.manifest(), config)),
       drafts(draft_limits(backend.bundle(), config)),
       max_pending(drafts ? kNoLimit : pending_limit(backend.manifest(), config.max_pending)),
@@ -158,17 +214,12 @@ Request::Request(Backend const& backend, GenerationConfig const& config, std::op
   Bundle const& bundle = backend.bundle();
   auto const seeds = prompts ? seeds_of(config, *prompts) : std::vector{single_seed(config)};
   for (std::optional<std::int64_t> const seed : seeds) samplers.emplace_back(config, seed);
-  check_sampling(config);
-  check_exits(bundle, config, prompts.has_value());
+  check_effects(bundle, config, prompts.has_value());
   stop_token_ids = stop_ids(bundle.manifest, config);
   check_logits(bundle.manifest, config);
   stop = stop_strings(config);
   detokenizer = config.detokenizer;
   states = config.states;
-  if (states && mode != Mode::full && mode != Mode::exit) {
-    throw GenerationError("states is for modes 'full' and 'exit', not '" + std::string(name_of(mode)) +
-                          "', whose drafts have states that are not kept");
-  }
   if (config.prompt_logprobs) prompt_logprobs = static_cast<std::size_t>(*config.prompt_logprobs);
   if (prompts) compaction_threshold = compaction_share(bundle.manifest, config);
 }
@@ -176,13 +227,7 @@ Request::Request(Backend const& backend, GenerationConfig const& config, std::op
 GenerationConfig without_auto(Bundle const& bundle, GenerationConfig config, std::optional<AutoMode> const& measured,
                               bool batched) {
   if (config.mode != Mode::automatic) return config;
-  check_exits(bundle, config, batched);
-  pending_limit(bundle.manifest, config.max_pending);
-  if (batched) compaction_share(bundle.manifest, config);
-  if (config.prompt_lookup || config.drafter) {
-    throw GenerationError((config.prompt_lookup ? "prompt_lookup" : "drafter") +
-                          std::string(" is for mode 'lossless', not 'auto': elsewhere nothing is drafted"));
-  }
+  check_effects(bundle, within_limits(config), batched);
   if (config.threshold || config.min_layers) {
     config.mode = Mode::exit;
   } else if (!measured || measured->mode == "full") {
@@ -220,9 +265,14 @@ double real_number(char const* name, double value) {
 }
 
 double number_within(char const* name, double value, int low, int high) {
-  if (low <= real_number(name, value) && value <= high) return value;
-  throw GenerationError(std::string(name) + " must lie in [" + std::to_string(low) + ", " + std::to_string(high) +
-                        "], not " + shown(value));
+  check_limits(name, value, within(low, high));
+  return value;
+}
+
+GenerationConfig const& within_limits(GenerationConfig const& config) {
+#define TIDE_OPTION(type, name, standard, limits, counts, help) check_limits(#name, config.name, limits);
+#include "tide/options.inc"
+  return config;
 }
 
 std::string_view name_of(Mode mode) {

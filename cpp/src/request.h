@@ -52,6 +52,9 @@ GenerationConfig without_auto(Bundle const& bundle, GenerationConfig config, std
 // The number of the adapter of this name, as `Backend::adapter` gives it; 0 without a name. Throws: there is none.
 std::int64_t adapter_of(Backend const& backend, std::optional<std::string> const& name);
 
+// Throws unless each number of a configuration is within its limits, thresholds excepted; returns it.
+GenerationConfig const& within_limits(GenerationConfig const& config);
+
 // Throws unless `value` is `minimum` or more; returns it.
 std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t minimum);
 

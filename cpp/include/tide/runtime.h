@@ -82,6 +82,7 @@ class OneOrEach {
 
 using Threshold = OneOrEach<double>;   // exit threshold of all checkpoints, or of each; in [0, 1]
 using Seed = OneOrEach<std::int64_t>;  // seed for all prompts, or for each of a list; 0 or more
+using LogitBias = std::map<std::int64_t, double>;  // by token id
 
 // Changes the logits [vocabulary] from which the next token is chosen; a token at -infinity is never chosen. ids: the tokens
 // of the prompt and those generated, in lossless mode followed by drafts; they may be shorter than in the call before, after
@@ -92,47 +93,17 @@ using LogitsProcessor =
 // Returns whether a token may follow these ids. Called for n-gram drafts only, to save the time of verifying them.
 using AllowsToken = std::function<bool(std::vector<std::int64_t> const& ids, std::int64_t token)>;
 
-// Options of a generation, with the names and defaults of Python's `GenerationConfig`. An option without a value takes
-// the bundle's.
+// Options of a generation: the rows of tide/options.inc, and what is no value. An option without a value takes the bundle's. A
+// seed gives the same tokens in C++, C and Python.
 struct GenerationConfig {
-  std::int64_t max_new_tokens = 64;  // 1 or more
-  Mode mode = Mode::automatic;
-  std::optional<Threshold> threshold;         // a router score above it exits
-  std::optional<std::int64_t> min_layers;     // tokens never exit after fewer layers; default in lossless mode: 0
-  std::optional<std::int64_t> max_pending;    // pending tokens (lossless: drafts) before a segment must run
-  std::optional<std::int64_t> prompt_lookup;  // lossless mode: maximum tokens of a prompt-lookup draft
-  double temperature = 0;                     // 0: greedy; else logits are divided by it
-  std::int64_t top_k = 0;                     // keep the k most likely tokens; 0: all
-  double top_p = 1;                           // keep the fewest most likely tokens whose probabilities sum to this
-  double min_p = 0;  // drop tokens whose probability is below this share of the most likely one's; 0: none
-  // These change the logits before a token is chosen, in this order, in all modes.
+#define TIDE_OPTION(type, name, standard, limits, counts, help) type name = standard;
+#include "tide/options.inc"
+  // Changes the logits before a token is chosen, in all modes: first this, then repetition_penalty, frequency_penalty,
+  // presence_penalty and logit_bias.
   LogitsProcessor logits_processor;
-  AllowsToken allows_token;  // none: any token may follow
-  double repetition_penalty = 1;  // for tokens in the prompt or generated: divides positive logits, multiplies others
-  double frequency_penalty = 0;   // subtracted once per occurrence from the logits of generated tokens
-  double presence_penalty = 0;    // subtracted once from the logits of generated tokens
-  std::map<std::int64_t, double> logit_bias;  // added to logits, by token id
-  // Return the log-probabilities of each token and of this many of the most likely, from the unchanged logits. None: none.
-  std::optional<std::int64_t> logprobs;
-  // Return the same for the prompt's tokens (`Generation::prompt_logprobs`), which then run through every layer in any mode.
-  std::optional<std::int64_t> prompt_logprobs;
-  // Seed of the random numbers; none: a random one per sequence. It gives the same tokens in C++, C and Python.
-  std::optional<Seed> seed;
-  std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's; an empty list: never stop
-  // Strings that end the generation where its text first contains one; they need `detokenizer`.
-  std::vector<std::string> stop;
-  Detokenizer detokenizer;  // sets `Generation::text`
+  AllowsToken allows_token;          // none: any token may follow
+  Detokenizer detokenizer;           // sets `Generation::text`; `stop` needs it
   std::optional<Drafting> drafting;  // of lossless mode; none: the bundle's
-  // Lossless mode: maximum drafts of the bundle's drafter per verification; 0: none. None: the bundle's.
-  std::optional<std::int64_t> drafter;
-  std::optional<std::string> adapter;  // one of `LoadOptions::adapters`; none: the model itself
-  // Of a scheduler with a prefix cache: prompts are shared with requests of the same salt alone. None: with those without one.
-  std::optional<std::string> cache_salt;
-  // Return `Generation::states`, in mode full and, for lists and schedulers, mode exit.
-  bool states = false;
-  // Lists of prompts, in [0, 1]: if a smaller share of the sequences needs a segment, only those run it; else all that have
-  // tokens pending before it do. Changes speed, never tokens. Default in lossless mode: 0.
-  std::optional<double> compaction_threshold;
 };
 
 // Log-probabilities of one position, from the model's unchanged logits.

@@ -335,8 +335,8 @@ TIDE_API tide_status tide_sequence_set_thresholds(tide_sequence* sequence, const
 TIDE_API tide_status tide_sequence_lengths(const tide_sequence* sequence, int64_t* lengths);
 TIDE_API void tide_sequence_free(tide_sequence* sequence);
 
-/* Chooses a token from logits [vocabulary] as a generation with these options does ("temperature", "top_k", "top_p", "min_p",
- * "seed"). position: index of the token in its sequence; the prompt's first token is 0. */
+/* Chooses a token from logits [vocabulary] as a generation with these options does. position: index of the token in its sequence;
+ * the prompt's first token is 0. */
 TIDE_API tide_status tide_sample(const char* options, int64_t position, const float* logits, size_t vocabulary,
                                  int64_t* token);
 

@@ -28,22 +28,35 @@ void set_options(char const* text, Setters const& setters) {
   }
 }
 
-// One value for all of something, or one for each.
-template <typename T>
-OneOrEach<T> one_or_each(Field const& field, T (Field::*one)() const, std::vector<T> (Field::*each)() const) {
-  return field.is_list() ? OneOrEach<T>((field.*each)()) : OneOrEach<T>((field.*one)());
+void read_option(Field const& field, std::int64_t& value) { value = field.whole(); }
+void read_option(Field const& field, double& value) { value = field.real(); }
+void read_option(Field const& field, bool& value) { value = field.boolean(); }
+void read_option(Field const& field, std::string& value) { value = field.text(); }
+void read_option(Field const& field, Mode& value) { value = mode_of(field.text()); }
+void read_option(Field const& field, std::vector<std::int64_t>& values) { values = field.wholes(); }
+void read_option(Field const& field, std::vector<std::string>& values) {
+  values = field.is_list() ? field.texts() : std::vector{field.text()};
 }
 
 // Biases by token id, whose digits are a field's name.
-std::map<std::int64_t, double> biases(Field const& field) {
-  std::map<std::int64_t, double> values;
+void read_option(Field const& field, LogitBias& values) {
   for (auto const& [name, value] : field.entries()) {
     std::int64_t id = 0;
     auto const end = std::from_chars(name.data(), name.data() + name.size(), id);
     if (name.empty() || end.ec != std::errc() || end.ptr != name.data() + name.size()) value.refuse("is no token id");
     values[id] = value.real();
   }
-  return values;
+}
+
+template <typename T>
+void read_option(Field const& field, std::optional<T>& value) {
+  read_option(field, value.emplace());
+}
+void read_option(Field const& field, std::optional<Threshold>& value) {
+  value = field.is_list() ? Threshold(field.reals()) : Threshold(field.real());
+}
+void read_option(Field const& field, std::optional<Seed>& value) {
+  value = field.is_list() ? Seed(field.wholes()) : Seed(field.whole());
 }
 
 // As a manifest has it.
@@ -81,32 +94,11 @@ GenerationConfig generation_config(char const* text, std::function<Detokenizer()
   GenerationConfig config;
   bool detokenize = false;
   set_options<GenerationError>(text, {
-      {"max_new_tokens", [&](Field const& field) { config.max_new_tokens = field.whole(); }},
-      {"mode", [&](Field const& field) { config.mode = mode_of(field.text()); }},
-      {"threshold", [&](Field const& field) { config.threshold = one_or_each(field, &Field::real, &Field::reals); }},
-      {"min_layers", [&](Field const& field) { config.min_layers = field.whole(); }},
-      {"max_pending", [&](Field const& field) { config.max_pending = field.whole(); }},
-      {"prompt_lookup", [&](Field const& field) { config.prompt_lookup = field.whole(); }},
-      {"drafter", [&](Field const& field) { config.drafter = field.whole(); }},
-      {"adapter", [&](Field const& field) { config.adapter = field.text(); }},
-      {"cache_salt", [&](Field const& field) { config.cache_salt = field.text(); }},
-      {"states", [&](Field const& field) { config.states = field.boolean(); }},
-      {"temperature", [&](Field const& field) { config.temperature = field.real(); }},
-      {"top_k", [&](Field const& field) { config.top_k = field.whole(); }},
-      {"top_p", [&](Field const& field) { config.top_p = field.real(); }},
-      {"min_p", [&](Field const& field) { config.min_p = field.real(); }},
-      {"repetition_penalty", [&](Field const& field) { config.repetition_penalty = field.real(); }},
-      {"presence_penalty", [&](Field const& field) { config.presence_penalty = field.real(); }},
-      {"frequency_penalty", [&](Field const& field) { config.frequency_penalty = field.real(); }},
-      {"logit_bias", [&](Field const& field) { config.logit_bias = biases(field); }},
-      {"logprobs", [&](Field const& field) { config.logprobs = field.whole(); }},
-      {"prompt_logprobs", [&](Field const& field) { config.prompt_logprobs = field.whole(); }},
-      {"seed", [&](Field const& field) { config.seed = one_or_each(field, &Field::whole, &Field::wholes); }},
-      {"stop_token_ids", [&](Field const& field) { config.stop_token_ids = field.wholes(); }},
-      {"stop", [&](Field const& field) { config.stop = field.is_list() ? field.texts() : std::vector{field.text()}; }},
+#define TIDE_OPTION(type, name, standard, limits, counts, help) \
+  {#name, [&](Field const& field) { read_option(field, config.name); }},
+#include "tide/options.inc"
       {"drafting", [&](Field const& field) { config.drafting = given_drafting(field); }},
       {"detokenize", [&](Field const& field) { detokenize = field.boolean(); }},
-      {"compaction_threshold", [&](Field const& field) { config.compaction_threshold = field.real(); }},
   });
   if (detokenize || !config.stop.empty()) config.detokenizer = detokenizer();
   return config;

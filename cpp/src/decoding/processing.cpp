@@ -5,22 +5,13 @@
 #include "room.h"
 
 namespace tide {
-namespace {
-
-double repetition_penalty(GenerationConfig const& config) {
-  double const penalty = real_number("repetition_penalty", config.repetition_penalty);
-  if (penalty > 0) return penalty;
-  throw GenerationError("repetition_penalty must be above 0, not " + shown(penalty));
-}
-
-}  // namespace
 
 LogitsProcessing::LogitsProcessing(GenerationConfig const& config)
     : processor_(config.logits_processor),
       allows_token_(config.allows_token),
-      repetition_(static_cast<float>(repetition_penalty(config))),
-      presence_(static_cast<float>(number_within("presence_penalty", config.presence_penalty, -2, 2))),
-      frequency_(static_cast<float>(number_within("frequency_penalty", config.frequency_penalty, -2, 2))),
+      repetition_(static_cast<float>(config.repetition_penalty)),
+      presence_(static_cast<float>(config.presence_penalty)),
+      frequency_(static_cast<float>(config.frequency_penalty)),
       counts_tokens_(repetition_ != 1 || presence_ != 0 || frequency_ != 0) {
   for (auto const& [id, bias] : config.logit_bias) {
     bias_.emplace_back(static_cast<std::size_t>(whole_number("a token id of logit_bias", id, 0)),

@@ -134,21 +134,10 @@ TokenLogprobs logprobs_of(float const* logits, std::size_t vocabulary, std::int6
   return logprobs;
 }
 
-Sampler::Sampler(GenerationConfig const& config, std::optional<std::int64_t> seed)
-    : temperature_(real_number("temperature", config.temperature)),
-      top_k_(static_cast<std::size_t>(config.top_k)),
-      top_p_(config.top_p),
-      min_p_(number_within("min_p", config.min_p, 0, 1)) {
-  if (temperature_ < 0) throw GenerationError("temperature must be 0 or more, not " + shown(temperature_));
-  whole_number("top_k", config.top_k, 0);
-  real_number("top_p", top_p_);
-  if (!(0 < top_p_ && top_p_ <= 1)) {
-    throw GenerationError("top_p must be above 0 and at most 1, not " + shown(top_p_));
-  }
-  if (config.logprobs) logprobs_ = static_cast<std::size_t>(whole_number("logprobs", *config.logprobs, 0));
+Sampler::Sampler(GenerationConfig const& config, std::optional<std::int64_t> seed) : config_(within_limits(config)) {
   if (LogitsProcessing::needed(config)) processing_ = std::make_unique<LogitsProcessing>(config);
   if (seed) {
-    seed_ = static_cast<std::uint64_t>(whole_number("seed", *seed, 0));
+    seed_ = static_cast<std::uint64_t>(*seed);
   } else if (!greedy()) {
     seed_ = random_seed();
   }
@@ -160,8 +149,8 @@ void Sampler::begin(std::vector<std::int64_t> const& prompt) {
 }
 
 std::size_t Sampler::candidates() const {
-  if (processing_ || logprobs_) return 0;
-  return greedy() ? 1 : top_k_;
+  if (processing_ || config_.logprobs) return 0;
+  return greedy() ? 1 : static_cast<std::size_t>(config_.top_k);
 }
 
 std::size_t Sampler::choose(LogitsRow const& row, float const* logits, std::size_t count, std::int64_t const* tokens,
@@ -169,16 +158,20 @@ std::size_t Sampler::choose(LogitsRow const& row, float const* logits, std::size
   return greedy() ? row.best() : draw(row, logits, count, tokens, position);
 }
 
-// Noise is needed of the tokens alone that can win: most logits are too low for any, and most words for their logit.
+// After temperature, top-k, min-p and top-p: min-p keeps the tokens whose probability is at least that share of the largest, and
+// top-p sums the probabilities that top-k and min-p keep, as in vLLM V1. Noise is needed of the tokens alone that can win: most
+// logits are too low for any, and most words for their logit.
 std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t count,
                           std::int64_t const* tokens, std::size_t position) const {
-  double const temperature = std::clamp(temperature_, kTiny, kHuge), most = row.most();
+  double const temperature = std::clamp(config_.temperature, kTiny, kHuge), most = row.most();
+  double const min_p = config_.min_p, top_p = config_.top_p;
+  auto const top_k = static_cast<std::size_t>(config_.top_k);
   auto const scaled = [&](double logit) { return (logit - most) / temperature; };
   GumbelNoise const noise(seed_, position);
   auto const token = [&](std::size_t i) { return tokens == nullptr ? static_cast<std::int64_t>(i) : tokens[i]; };
   Drawn drawn{row.best(), GumbelNoise::of(noise.word(token(row.best())))};
-  bool const some_k = 0 < top_k_ && top_k_ < count;
-  if (!some_k && min_p_ <= 0 && top_p_ >= 1 && tokens == nullptr) {
+  bool const some_k = 0 < top_k && top_k < count;
+  if (!some_k && min_p <= 0 && top_p >= 1 && tokens == nullptr) {
     row.each_block([&](std::size_t begin, std::size_t end, double largest) {
       double const missing = drawn.score - scaled(largest);
       if (missing > GumbelNoise::kMost) return;
@@ -210,15 +203,15 @@ std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t
   };
   constexpr double kAll = -std::numeric_limits<double>::infinity();
   std::vector<std::size_t> kept;
-  if (some_k || min_p_ > 0 || top_p_ >= 1) {
-    kept = some_k ? top_indices(logits, count, top_k_) : from(min_p_ > 0 ? std::log(min_p_) : kAll);
-    if (some_k && min_p_ > 0) {
-      auto const unlikely = [&](std::size_t i) { return scaled(logits[i]) < std::log(min_p_); };
+  if (some_k || min_p > 0 || top_p >= 1) {
+    kept = some_k ? top_indices(logits, count, top_k) : from(min_p > 0 ? std::log(min_p) : kAll);
+    if (some_k && min_p > 0) {
+      auto const unlikely = [&](std::size_t i) { return scaled(logits[i]) < std::log(min_p); };
       kept.erase(std::remove_if(kept.begin(), kept.end(), unlikely), kept.end());
     }
-    if (top_p_ < 1) {
+    if (top_p < 1) {
       std::vector<float> const weights = weights_of(kept);
-      keep_nucleus(kept, weights, top_p_, std::accumulate(weights.begin(), weights.end(), 0.0));
+      keep_nucleus(kept, weights, top_p, std::accumulate(weights.begin(), weights.end(), 0.0));
     }
   } else {  // the nucleus of all: the largest few, mostly
     double const total = row.sum(temperature);
@@ -226,8 +219,8 @@ std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t
       bool const all = cut < -88;  // the weights of the rest are 0
       kept = from(all ? kAll : cut);
       std::vector<float> const weights = weights_of(kept);
-      if (!all && std::accumulate(weights.begin(), weights.end(), 0.0) < top_p_ * total) continue;
-      keep_nucleus(kept, weights, top_p_, total);
+      if (!all && std::accumulate(weights.begin(), weights.end(), 0.0) < top_p * total) continue;
+      keep_nucleus(kept, weights, top_p, total);
       break;
     }
   }
@@ -242,7 +235,7 @@ std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t
 // As `draw` among the tokens that have at least e^-kUnlikely times the largest probability.
 std::size_t Sampler::draw_likely(LogitsRow const& row, float const* logits, std::int64_t const* tokens,
                                  std::size_t position) const {
-  double const temperature = std::clamp(temperature_, kTiny, kHuge), most = row.most();
+  double const temperature = std::clamp(config_.temperature, kTiny, kHuge), most = row.most();
   GumbelNoise const noise(seed_, position);
   Drawn drawn{row.best(), -std::numeric_limits<double>::infinity()};
   float const least = static_cast<float>(most - kUnlikely * temperature);
@@ -272,7 +265,7 @@ Choice Sampler::operator()(StepResult const& result, std::size_t row) {
   float const* const choices = processed(logits, vocabulary);
   std::size_t const index = choose(LogitsRow(choices, vocabulary), choices, vocabulary, nullptr, length_);
   Choice choice{static_cast<std::int64_t>(index), std::nullopt};
-  if (logprobs_) choice.logprobs = logprobs_of(logits, vocabulary, choice.id, *logprobs_);
+  if (config_.logprobs) choice.logprobs = logprobs_of(logits, vocabulary, choice.id, *config_.logprobs);
   if (processing_) processing_->accept(choice.id);
   ++length_;
   return choice;
@@ -309,11 +302,11 @@ std::optional<LikelyDraft> Sampler::draft(float const* logits, std::vector<std::
   }
   LogitsRow const row(logits, count);
   if (row.most() <= kLeft / 2) return std::nullopt;
-  bool const all = !greedy() && top_k_ == 0 && min_p_ <= 0 && top_p_ >= 1;
+  bool const all = !greedy() && config_.top_k == 0 && config_.min_p <= 0 && config_.top_p >= 1;
   std::size_t const index = all ? draw_likely(row, logits, ids, length_ + ahead)
                                 : choose(row, logits, count, ids, length_ + ahead);
   std::int64_t const id = ids == nullptr ? static_cast<std::int64_t>(index) : ids[index];
-  double const temperature = greedy() ? 1 : std::clamp(temperature_, kTiny, kHuge);
+  double const temperature = greedy() ? 1 : std::clamp(config_.temperature, kTiny, kHuge);
   double const confidence = std::exp((logits[index] - row.most()) / temperature) / row.sum(temperature);
   if (processing_) processing_->accept(id);
   return LikelyDraft{id, confidence};

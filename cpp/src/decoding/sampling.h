@@ -1,6 +1,5 @@
 // Chooses the next token from logits. `LogitsProcessing` changes them first. Then the most likely token is taken, or one is
-// drawn after temperature, top-k, min-p and top-p: min-p keeps the tokens whose probability is at least `min_p` times the
-// largest, and top-p sums the probabilities that top-k and min-p keep, as in vLLM V1.
+// drawn from those that the options keep (`Sampler::draw`).
 //
 // A draw is argmax(logit / T + Gumbel noise) over the tokens that are kept (`GumbelNoise`): it depends on the seed, the
 // position and the logits, not on earlier draws.
@@ -41,7 +40,7 @@ class Sampler {
   Sampler(GenerationConfig const& config, std::optional<std::int64_t> seed);
 
   // Whether the most likely token is taken and nothing is drawn.
-  bool greedy() const { return temperature_ == 0; }
+  bool greedy() const { return config_.temperature == 0; }
 
   // Reads the prompt of a sequence that has no tokens yet.
   void begin(std::vector<std::int64_t> const& prompt);
@@ -94,11 +93,7 @@ class Sampler {
   std::size_t draw_likely(LogitsRow const& row, float const* logits, std::int64_t const* tokens,
                           std::size_t position) const;
 
-  double temperature_;
-  std::size_t top_k_;
-  double top_p_;
-  double min_p_;
-  std::optional<std::size_t> logprobs_;           // the most likely tokens to return
+  GenerationConfig config_;
   std::unique_ptr<LogitsProcessing> processing_;  // none: nothing changes logits
   std::vector<float> all_;                        // a drafter's logits among those of all tokens
   std::size_t length_ = 0;                        // tokens of the sequence that are not drafts
