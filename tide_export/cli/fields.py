@@ -1,4 +1,4 @@
-"""Makes command-line options from fields of pydantic settings, and function arguments from options."""
+"""Makes command-line options from fields of settings, and function arguments from options."""
 
 import argparse
 from collections.abc import Callable
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
+    from tide_export.runtime.config import Number
 
+METAVARS = {int: "N", float: "X"}
 # Options of the command line itself; all others are named like the parameter they are given for.
 OWN_OPTIONS = ("command", "quiet", "verbose", "debug", "json")
 
@@ -30,6 +32,11 @@ def field_option(name: str, field: "FieldInfo") -> dict[str, Any]:
     default = field.default
     shown = "" if default in (None, ()) else f" ({_shown(default)})"
     return {"help": f"{field.description}{shown}", **_field_type(name, field)}
+
+
+def number_option(number: "Number") -> dict[str, Any]:
+    """Returns help, type and metavar for an option of a generation that is a number."""
+    return {"help": f"{number.help} ({number.default:g})", "type": number.kind, "metavar": METAVARS[number.kind]}
 
 
 def yes_or_no(text: str) -> bool:
@@ -72,4 +79,4 @@ def _field_type(name: str, field: "FieldInfo") -> dict[str, Any]:
     if kinds == [bool]:
         return {"type": yes_or_no, "metavar": "X"}
     text = "PROMPTS" if name == "self_generated" else "SPEC"
-    return {"type": kinds[0], "metavar": {int: "N", float: "X"}.get(kinds[0], text)}
+    return {"type": kinds[0], "metavar": METAVARS.get(kinds[0], text)}

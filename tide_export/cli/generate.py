@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tide_export.cli.fields import given
+from tide_export.cli.fields import given, number_option
 from tide_export.errors import ConfigError, GenerationError
+from tide_export.runtime.config import NUMBERS, GenerationConfig
 
 if TYPE_CHECKING:
-    from tide_export.runtime.config import GenerationConfig
     from tide_export.runtime.engine import Engine
     from tide_export.runtime.generation import Generation
 
@@ -33,34 +33,13 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="--chat: system message before the prompt")
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="(64)")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of sampling, of constraints and of where the text ends."""
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (0)")
-    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens; 0: all (0)")
-    parser.add_argument(
-        "--top-p", type=float, metavar="X", help="sample from the most likely tokens with this total probability (1)"
-    )
-    parser.add_argument(
-        "--min-p", type=float, metavar="X", help="drop tokens below this share of the most likely one's probability (0)"
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="X",
-        help="above 1, penalize tokens of prompt and text (1)",
-    )
-    parser.add_argument(
-        "--presence-penalty", type=float, metavar="X", help="penalize tokens of the text once, -2 to 2 (0)"
-    )
-    parser.add_argument(
-        "--frequency-penalty",
-        type=float,
-        metavar="X",
-        help="penalize tokens of the text each time they occurred, -2 to 2 (0)",
-    )
+    """Adds the options that are numbers with a default, of constraints and of where the text ends."""
+    for name, number in NUMBERS.items():
+        if number.default is not None:
+            parser.add_argument(f"--{name.replace('_', '-')}", **number_option(number))
     parser.add_argument(
         "--logit-bias",
         type=_bias,
@@ -96,7 +75,6 @@ def run_generate(options: Namespace) -> int:
     """Generates text and prints it as it comes, or prints all of it as JSON."""
     from tide_export.bundle.auto_mode import sentence
     from tide_export.common.prompt_files import read_prompts
-    from tide_export.runtime.config import GenerationConfig
     from tide_export.runtime.engine import load
 
     prompts = options.prompt if options.prompts is None else read_prompts(Path(options.prompts))
@@ -137,9 +115,7 @@ def _encoded(engine: "Engine", options: Namespace, prompts: Sequence[str]) -> li
     return [template.encode(engine.tokenizer, [*system, {"role": "user", "content": one}]) for one in prompts]
 
 
-def _print_stream(
-    engine: "Engine", options: Namespace, prompt: str, ids: list[int], config: "GenerationConfig"
-) -> None:
+def _print_stream(engine: "Engine", options: Namespace, prompt: str, ids: list[int], config: GenerationConfig) -> None:
     if options.echo:
         print(prompt, end="", flush=True)
     stream, shown = engine.stream(ids, config), 0

@@ -5,9 +5,9 @@ All engines and commands share these checks. The C++ runtime has the same limits
 
 import json
 import operator
-from math import isfinite
+from math import inf, isfinite
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from tide_export.errors import GenerationError, TideError
 
@@ -48,6 +48,29 @@ def real_number(name: str, value: Any, error: type[TideError] = GenerationError)
     if number is None or not isfinite(number):
         raise error(f"{name} must be a number, not {shown(value)}")
     return number
+
+
+class Limits(NamedTuple):
+    """The numbers that an option may be: from `low` on, or only above it, to `high`."""
+
+    low: float
+    high: float = inf
+    above: bool = False
+
+    def checked(self, name: str, value: Any) -> float:
+        """Returns `value` as a float.
+
+        Raises:
+            GenerationError: it is not a finite number within the limits; the message names it `name`.
+        """
+        number = real_number(name, value)
+        if (self.low < number if self.above else self.low <= number) and number <= self.high:
+            return number
+        if self.above:
+            rule = f"be above {self.low}" + (f" and at most {self.high}" if isfinite(self.high) else "")
+        else:
+            rule = f"lie in [{self.low}, {self.high}]" if isfinite(self.high) else f"be {self.low} or more"
+        raise GenerationError(f"{name} must {rule}, not {number!r}")
 
 
 def shown(value: object) -> str:

@@ -1,19 +1,26 @@
 """Defines and checks the options of a generation.
 
-The native library checks what depends on a bundle: its vocabulary, context, checkpoints and defaults.
+The native library checks what depends on a bundle: its vocabulary, context, checkpoints and defaults. The command line
+and the server have the options in NUMBERS from here; no NumPy is imported for a command's `--help`.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, fields, replace
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, get_args, get_origin
 
-import numpy as np
-
-from tide_export.common.values import check_text, parse_json, real_number, shown, whole_number
+from tide_export.common.values import Limits, check_text, parse_json, real_number, shown, whole_number
 from tide_export.errors import GenerationError
-from tide_export.runtime.hooks import LogitsProcessor
 from tide_export.thresholds.resolve import check_mode, check_threshold
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tide_export.runtime.hooks import LogitsProcessor
+
+DRAWN = "only with a temperature"  # marks an option that has no effect without one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +28,7 @@ class GenerationConfig:
     """Holds the options of a generation; lists and arrays are stored as tuples.
 
     Attributes:
-        max_new_tokens: 1 or more.
+        max_new_tokens: maximum number of new tokens, 1 or more.
         mode: "full" (the source model, layer for layer), "exit" (tokens may exit at a checkpoint), "lossless" (tokens
             that exit are drafts, which the full model verifies before they are returned: the tokens of "full", also
             when sampling with the same seed) or "auto" (the mode that `export` or `tune` measured to be fastest on
@@ -37,10 +44,11 @@ class GenerationConfig:
             never tokens. None: the bundle's.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: sample from the k most likely tokens; 0 keeps all.
-        top_p: sample from the fewest most likely tokens whose probabilities (after top_k) sum to this or more.
+        top_p: sample from the fewest most likely tokens whose probabilities sum to this or more,
+            above 0 and at most 1.
         min_p: drop tokens whose probability is below this share of the most likely one's, in [0, 1]; 0 keeps all.
         repetition_penalty: above 0; divides the positive logits of tokens that occur in the prompt or the generated
-            text, and multiplies the negative ones. 1 changes nothing.
+            text, and multiplies the negative ones; 1 changes nothing.
         presence_penalty: in [-2, 2]; subtracted once from the logit of each token that was generated.
         frequency_penalty: in [-2, 2]; subtracted once per occurrence from the logit of each token that was generated.
         logit_bias: added to the logit of each token id given. Stored as pairs, sorted by id.
@@ -77,24 +85,24 @@ class GenerationConfig:
         GenerationError: an option is of the wrong type or out of range.
     """
 
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, Limits(1)] = 64
     mode: str = "auto"
     threshold: float | Sequence[float] | None = None
-    min_layers: int | None = None
-    max_pending: int | None = None
-    prompt_lookup: int | None = None
-    drafter: int | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    min_layers: Annotated[int | None, Limits(0)] = None
+    max_pending: Annotated[int | None, Limits(0)] = None
+    prompt_lookup: Annotated[int | None, Limits(0)] = None
+    drafter: Annotated[int | None, Limits(0)] = None
+    temperature: Annotated[float, Limits(0)] = 0.0
+    top_k: Annotated[int, Limits(0), DRAWN] = 0
+    top_p: Annotated[float, Limits(0, 1, above=True), DRAWN] = 1.0
+    min_p: Annotated[float, Limits(0, 1), DRAWN] = 0.0
+    repetition_penalty: Annotated[float, Limits(0, above=True)] = 1.0
+    presence_penalty: Annotated[float, Limits(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Limits(-2, 2)] = 0.0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    logits_processor: LogitsProcessor | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logits_processor: "LogitsProcessor | None" = None
+    logprobs: Annotated[int | None, Limits(0)] = None
+    prompt_logprobs: Annotated[int | None, Limits(0)] = None
     seed: int | Sequence[int] | None = None
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] = ()
@@ -104,44 +112,28 @@ class GenerationConfig:
     grammar: str | None = None
     detokenize: bool = False
     special_tokens: Sequence[int] = ()
-    compaction_threshold: float | None = None
+    compaction_threshold: Annotated[float | None, Limits(0, 1)] = None
     adapter: str | None = None
     cache_salt: str | None = None
     states: bool = False
 
     def __post_init__(self) -> None:
-        self._set("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens, minimum=1))
+        for name, number in NUMBERS.items():
+            if (value := getattr(self, name)) is not None or number.default is not None:
+                self._set(name, number.checked(name, value))
         check_mode(self.mode)
         if self.threshold is not None:
             self._set("threshold", _threshold(self.threshold))
-        for name in ("min_layers", "max_pending", "prompt_lookup", "drafter"):
-            if getattr(self, name) is not None:
-                self._set(name, whole_number(name, getattr(self, name), minimum=0))
-        self._set("temperature", real_number("temperature", self.temperature))
-        if self.temperature < 0:
-            raise GenerationError(f"temperature must be 0 or more, not {self.temperature!r}")
-        self._set("top_k", whole_number("top_k", self.top_k, minimum=0))
-        self._set("top_p", real_number("top_p", self.top_p))
-        if not 0 < self.top_p <= 1:
-            raise GenerationError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
-        self._set_range("min_p", 0, 1)
-        self._set("repetition_penalty", real_number("repetition_penalty", self.repetition_penalty))
-        if self.repetition_penalty <= 0:
-            raise GenerationError(f"repetition_penalty must be above 0, not {self.repetition_penalty!r}")
-        self._set_range("presence_penalty", -2, 2)
-        self._set_range("frequency_penalty", -2, 2)
         self._set("logit_bias", _logit_bias(self.logit_bias))
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise GenerationError(
                 f"logits_processor must be a function of token ids and logits, not {shown(self.logits_processor)}"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._set(name, whole_number(name, getattr(self, name), minimum=0))
-        if isinstance(self.seed, list | tuple) or (isinstance(self.seed, np.ndarray) and self.seed.ndim):
-            self._set("seed", tuple(whole_number("seed", seed, minimum=0) for seed in self.seed))
-        elif self.seed is not None:
-            self._set("seed", whole_number("seed", self.seed, minimum=0))
+        seeds = _plain(self.seed)
+        if isinstance(seeds, list | tuple):
+            self._set("seed", tuple(whole_number("seed", seed, minimum=0) for seed in seeds))
+        elif seeds is not None:
+            self._set("seed", whole_number("seed", seeds, minimum=0))
         if self.stop_token_ids is not None:
             self._set("stop_token_ids", tuple(token_ids("stop_token_ids", self.stop_token_ids).tolist()))
         self._set("stop", _stop(self.stop))
@@ -163,17 +155,48 @@ class GenerationConfig:
         if self.json_whitespace and self.json_schema is None:
             raise GenerationError("json_whitespace is for json_schema")
         self._set("special_tokens", tuple(token_ids("special_tokens", self.special_tokens).tolist()))
-        if self.compaction_threshold is not None:
-            self._set_range("compaction_threshold", 0, 1)
-
-    def _set_range(self, name: str, low: int, high: int) -> None:
-        value = real_number(name, getattr(self, name))
-        if not low <= value <= high:
-            raise GenerationError(f"{name} must lie in [{low}, {high}], not {value!r}")
-        self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+
+class Number(NamedTuple):
+    """An option that is a number.
+
+    Attributes:
+        default: None: the bundle's, or none.
+        drawn: whether it counts with a temperature alone.
+        help: what it does, from the docstring of `GenerationConfig`.
+    """
+
+    kind: type[int] | type[float]
+    limits: Limits
+    default: float | None
+    drawn: bool
+    help: str
+
+    def checked(self, name: str, value: Any) -> float:
+        """Returns `value` as one of `kind`; GenerationError, which names it `name`, if it is out of range."""
+        if self.kind is int:
+            return whole_number(name, value, minimum=int(self.limits.low))
+        return self.limits.checked(name, value)
+
+
+def _numbers() -> dict[str, Number]:
+    """Returns the options that are numbers, by name."""
+    helps = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", cleandoc(GenerationConfig.__doc__ or ""), re.MULTILINE))
+    numbers = {}
+    for field in fields(GenerationConfig):
+        if get_origin(field.type) is Annotated:
+            kind, limits, *marks = get_args(field.type)
+            text = " ".join(helps.get(field.name, "").split()).removesuffix(".")
+            whole = int in (kind, *get_args(kind))
+            default = getattr(GenerationConfig, field.name)
+            numbers[field.name] = Number(int if whole else float, limits, default, DRAWN in marks, text)
+    return numbers
+
+
+NUMBERS = _numbers()
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -194,7 +217,7 @@ class GenerationOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
-    logits_processor: LogitsProcessor | None
+    logits_processor: "LogitsProcessor | None"
     logprobs: int | None
     prompt_logprobs: int | None
     seed: int | Sequence[int] | None
@@ -221,34 +244,41 @@ def with_options(config: GenerationConfig | None, options: GenerationOptions) ->
     return replace(config, **options) if options else config
 
 
-def token_ids(what: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+def token_ids(what: str, ids: "Sequence[int] | np.ndarray") -> "np.ndarray":
     """Returns `ids` as an integer array [S].
 
     Raises:
         GenerationError: they are not a flat list of whole numbers.
     """
+    import numpy as np
+
     try:
         array = np.asarray(ids)
     except Exception:  # a ragged list; and an object's conversion may raise anything
         array = None
     if array is not None and array.shape == (0,):
         return np.zeros(0, np.int64)
-    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or _holds_bool(ids):
+    if (
+        array is None
+        or array.ndim != 1
+        or array.dtype.kind not in "iu"
+        # NumPy converts True and False in a list to 1 and 0.
+        or (not isinstance(ids, np.ndarray) and any(isinstance(one, bool | np.bool_) for one in ids))
+    ):
         raise GenerationError(f"{what} must be a flat list of whole numbers (token ids)")
     return array
 
 
-def _holds_bool(ids: Any) -> bool:
-    """Checks whether a list holds True or False, which NumPy would convert to 1 and 0."""
-    return not isinstance(ids, np.ndarray) and any(isinstance(one, bool | np.bool_) for one in ids)
+def _plain(value: Any) -> Any:
+    """Returns an array of NumPy as a list, and anything else as it is."""
+    import numpy as np
+
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _threshold(value: Any) -> float | tuple[float, ...]:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, list | tuple):
-        return check_threshold(value)
-    return tuple(check_threshold(one) for one in value)
+    values = _plain(value)
+    return tuple(map(check_threshold, values)) if isinstance(values, list | tuple) else check_threshold(values)
 
 
 def _stop(value: Any) -> tuple[str, ...]:

@@ -241,8 +241,8 @@ class Engine:
         Raises:
             GenerationError: the prompt is empty, is longer than the model's context or holds something other than
                 token ids; or an option is out of range or has no effect: threshold, min_layers and max_pending in
-                mode "full" or in a bundle without checkpoints, prompt_lookup outside mode "lossless", top_k, top_p and
-                min_p without a temperature, compaction_threshold for one prompt.
+                mode "full" or in a bundle without checkpoints, prompt_lookup outside mode "lossless", what only
+                sampling needs without a temperature, compaction_threshold for one prompt.
         """
         return self._stream(ids, with_options(config, options))
 

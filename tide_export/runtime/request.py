@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,16 +18,8 @@ from tide_export.runtime.hooks import Hooks
 from tide_export.runtime.tokenizer import tokenizer_of
 
 MAX_INT64 = 2**63 - 1
-# Options that the library takes unchanged.
-PLAIN = (
-    *("mode", "threshold", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "stop_token_ids", "compaction_threshold", "adapter", "cache_salt", "states"),
-)
-WHOLE = (
-    *("max_new_tokens", "min_layers", "max_pending", "prompt_lookup", "drafter", "top_k", "logprobs"),
-    "prompt_logprobs",
-)
-DEFAULTS = GenerationConfig()
+# Options that are not the library's: hooks stand for them, or the text is made here.
+OWN = {"logits_processor", *KINDS, "json_whitespace", "detokenize", "special_tokens"}
 
 
 def options_json(bundle: Bundle, config: GenerationConfig, drafting: Drafting | None = None) -> bytes:
@@ -36,24 +29,18 @@ def options_json(bundle: Bundle, config: GenerationConfig, drafting: Drafting | 
         drafting: replaces the bundle's drafting in lossless mode.
 
     Raises:
-        GenerationError: an option needs a tokenizer that the bundle does not have; or a seed is too large.
+        GenerationError: an option needs a tokenizer that the bundle does not have.
     """
-    options: dict[str, Any] = {name: getattr(config, name) for name in PLAIN}
-    options |= {name: min(value, MAX_INT64) for name in WHOLE if (value := getattr(config, name)) is not None}
-    options = {name: value for name, value in options.items() if value != getattr(DEFAULTS, name)}
+    options: dict[str, Any] = {
+        field.name: value
+        for field in fields(config)
+        if field.name not in OWN and (value := getattr(config, field.name)) != field.default
+    }
     for option in ("stop", "detokenize", *KINDS):
         if getattr(config, option) and TOKENIZER_FILE not in bundle.files:
             raise GenerationError(f"{option} needs a tokenizer, and bundle {bundle.path} holds no {TOKENIZER_FILE}")
-    if config.seed is not None:
-        options["seed"] = config.seed
-        seeds = [config.seed] if isinstance(config.seed, int) else config.seed
-        for seed in seeds:
-            if seed > MAX_INT64:
-                raise GenerationError(f"seed must be a whole number from 0 to {MAX_INT64}, not {seed}")
     if config.logit_bias:
         options["logit_bias"] = {str(token): bias for token, bias in dict(config.logit_bias).items()}
-    if config.stop:
-        options["stop"] = config.stop
     if _grammar_kind(config) and config.stop_token_ids is not None:
         ends = bundle.manifest.model.eos_token_ids
         options["stop_token_ids"] = sorted({*config.stop_token_ids, *ends})

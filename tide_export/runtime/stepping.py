@@ -5,11 +5,12 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int64, c_size_t
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
 from tide_export.common.values import whole_number
+from tide_export.runtime.config import GenerationOptions
 from tide_export.runtime.native import Owned, SlotStep, Step, call, doubles, floats_at, library
 from tide_export.runtime.request import prompt_ids
 
@@ -187,27 +188,17 @@ def _result(step: Step, checkpoints: int) -> StepResult:
     return StepResult(rows[-1], rows, step.exit_layer, step.segments_run, floats_at(step.scores, checkpoints))
 
 
-def sample(
-    logits: np.ndarray,
-    position: int = 0,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | None = None,
-) -> int:
+def sample(logits: np.ndarray, position: int = 0, **options: Unpack[GenerationOptions]) -> int:
     """Chooses a token from logits [V] as a generation with these options does.
 
     Args:
         position: index of the token in its sequence; the prompt's first is 0.
-        temperature, top_k, top_p, min_p, seed: as in `GenerationConfig`.
+        options: those of sampling, and the seed; fields of `GenerationConfig` by name.
 
     Raises:
         GenerationError: an option is out of range, or the logits are not finite because the model is broken.
     """
     values, token = np.ascontiguousarray(logits, np.float32), c_int64()
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     encoded = json.dumps({name: value for name, value in options.items() if value is not None}).encode()
     call("sample", encoded, position, values.ctypes.data, len(values), ctypes.byref(token))
     return token.value

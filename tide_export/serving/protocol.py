@@ -9,12 +9,23 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
-from typing import Annotated, Any, Literal
+from math import isfinite
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
+from tide_export.common.values import Limits
 from tide_export.errors import GenerationError
-from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.config import NUMBERS, GenerationConfig
 from tide_export.serving.conversation import Function, Message, NamedTool, Tool, check_results
 
 MAX_STOPS = 16
@@ -76,6 +87,11 @@ def listed(prompts: Prompts) -> list[str | list[int]]:
     return several or [ids]
 
 
+def _bounds(limits: Limits) -> dict[str, float]:
+    """Returns limits as pydantic takes them."""
+    return {"gt" if limits.above else "ge": limits.low} | ({"le": limits.high} if isfinite(limits.high) else {})
+
+
 class StreamOptions(BaseModel):
     include_usage: bool = False
 
@@ -111,20 +127,28 @@ class StructuredOutputs(BaseModel):
         return {"json_schema": schema, "regex": self.regex, "grammar": self.grammar or choices}
 
 
-class GenerationRequest(BaseModel, ABC):
-    """Fields that completions and conversations have in common."""
+if TYPE_CHECKING:
+    Numbers = BaseModel
+else:
+    Numbers = create_model(
+        "Numbers",
+        **{
+            name: (number.kind, Field(number.default, **_bounds(number.limits)))
+            for name, number in NUMBERS.items()
+            if number.default is not None and name != "max_new_tokens"  # which is max_tokens here
+        },
+    )
+
+
+class GenerationRequest(Numbers, ABC):
+    """Fields that completions and conversations have in common; some of `Numbers` have own limits."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0.0, le=10.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     seed: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -187,17 +211,12 @@ class GenerationRequest(BaseModel, ABC):
     def config(self, max_tokens: int, choice: int, eos_token_ids: Sequence[int]) -> GenerationConfig:
         """Returns the options of choice number `choice`; GenerationError if one is refused."""
         greedy = self.temperature == 0
+        numbers = {name: getattr(self, name) for name in Numbers.model_fields if not (greedy and NUMBERS[name].drawn)}
         return GenerationConfig(
+            **numbers,
             max_new_tokens=max_tokens,
             mode=self.mode,
             threshold=self.threshold,
-            temperature=self.temperature,
-            top_p=1.0 if greedy else self.top_p,
-            top_k=0 if greedy else self.top_k,
-            min_p=0.0 if greedy else self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias or {},
             logprobs=self.logprobs_wanted,
             prompt_logprobs=self.prompt_logprobs_wanted,

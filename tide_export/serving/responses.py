@@ -128,11 +128,10 @@ class ResponsesAnswer:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": request.chat.temperature,
             "text": {"format": {"type": "text"}} | text,
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
-            "top_p": request.chat.top_p,
+            **{name: getattr(request.chat, name) for name in ("temperature", "top_p")},
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
         }
