@@ -79,7 +79,7 @@ class GenerationConfig:
         cache_salt: prompts in a scheduler's prefix cache are shared with requests of the same salt alone: nobody else
             sees (by `cached_tokens`, or by time) what was asked. None: with those without one.
         states: return the final hidden states (`Generation.states`): in mode full of all tokens that are run, in mode
-            exit of each new token at its exit (lists and schedulers only).
+            exit of each new token at its exit.
 
     Raises:
         GenerationError: an option is of the wrong type or out of range.
