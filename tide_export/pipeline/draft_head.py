@@ -1,4 +1,4 @@
-"""The stages of the flow for a published draft head: reading, tracing, writing."""
+"""The stages of the flow for a published draft head: reading, tracing, composing, writing."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +8,8 @@ import onnx_ir as ir
 from tide_export.bundle.file_names import DRAFTER_FILE, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.common.progress import stage
+from tide_export.compose import step_graph
+from tide_export.compose.cut import Pieces
 from tide_export.compose.drafter import DrafterPieces
 from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
 from tide_export.drafting.heads.eagle3 import read_eagle3
@@ -19,6 +21,7 @@ from tide_export.names.networks import DRAFTER
 from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.pipeline.request import ExportRequest
 from tide_export.pipeline.weights import Lowering, lowering
+from tide_export.routers.router_set import RouterSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,14 @@ def given_head(source: SourceModel, request: ExportRequest, length: int) -> Give
         if request.half is not None and head.fc is not None:
             head = replace(head, fc=head.fc.to(HALF[request.half]).float())
         return GivenHead(head, head_pieces(head, rows_for(length)))
+
+
+def compose(
+    source: SourceModel, request: ExportRequest, pieces: Pieces, routers: RouterSet, given: GivenHead
+) -> ir.Model:
+    """Composes and lowers the step graph, whose final states are those that the draft head reads."""
+    fuse, lower = fusion(source, request, given)
+    return lower(step_graph.compose(pieces, routers.arrays(), routers.lens_arrays(), fuse))
 
 
 def fusion(source: SourceModel, request: ExportRequest, given: GivenHead) -> tuple[ir.Graph | None, Lowering]:

@@ -12,14 +12,13 @@ from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import stage
 from tide_export.compose.cut import Pieces, cut
-from tide_export.compose.step_graph import compose
 from tide_export.engines.build import build_engines
 from tide_export.lower.tensorrt.lower import check_pieces
 from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
-from tide_export.pipeline.draft_head import fusion, given_head, write_drafter
+from tide_export.pipeline.draft_head import compose, fusion, given_head, write_drafter
 from tide_export.pipeline.preflight import check_source, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.pipeline.weights import choose_weights, explain_weights, prepare_weights
@@ -74,15 +73,14 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         routers.check_quantization(source, request.routers or "")
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
-        fuse, lower = fusion(source, request, head)
-        graph = lower(compose(pieces, routers.arrays(), routers.lens_arrays(), fuse))
+        graph = compose(source, request, pieces, routers, head)
     manifest = make_manifest(source, routers, request.config, pieces, graph, length, request.half)
     references: list[References] = []
     if request.validate:
         with stage("running the model for the references the graph must give"), rounded_kv(source, manifest):
             references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
-        write_contents(folder, request, graph, manifest, pieces, routers, fuse, lower)
+        write_contents(folder, request, graph, manifest, pieces, routers, *fusion(source, request, head))
         manifest = write_networks(folder, request, manifest, pieces, routers, source)
         manifest = write_drafter(folder, manifest, head)
     source.release()

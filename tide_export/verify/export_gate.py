@@ -2,10 +2,11 @@
 
 `pipeline.flow` calls `model_references` while the source model is loaded, and `check_export` on the finished folder
 after the model is freed, so that two copies of the weights are never in memory. `onnx.checker` checks the graph with
-shape inference. Then ONNX Runtime loads it, and it is compared with the Hugging Face model (full depth) and the oracle
-(exits, pending tokens) on two prompts and the tokens after them, one by one from the K/V cache: a short prompt, and a
-long one that exceeds the model's sliding windows if the model is small enough. Segment networks are compared in the
-same way; they and the batch networks also on both prompts in one batch. `validate` checks more, on real text.
+shape inference. Then the batch networks are compared with the Hugging Face model (full depth) and the oracle (exits,
+pending tokens) on two prompts and the tokens after them, one by one from the K/V cache: a short prompt, and a long one
+that exceeds the model's sliding windows if the model is small enough. Segment networks are compared in the same way;
+both also on both prompts in one batch, and the graph, without our library, on the short one. `validate` checks more, on
+real text.
 """
 
 import logging
@@ -25,15 +26,16 @@ from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.source import SourceModel
 from tide_export.names.networks import AFTER_SEGMENTS, segment_name
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.engine import Engine, open_engine
+from tide_export.runtime.engine import open_engine
 from tide_export.runtime.stepping import Batch
 from tide_export.thresholds.pareto import constant_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import compare_batch
 from tide_export.verify.oracle import oracle
-from tide_export.verify.parity import TOLERANCES, UNDECIDED_GAP, Check, Tolerance, compare
+from tide_export.verify.parity import TOLERANCES, UNDECIDED_GAP, Check, Stepped, Tolerance, compare
 from tide_export.verify.quantized import graph_engines
 from tide_export.verify.references import References, compute_references
+from tide_export.verify.step_graph import StepGraph
 
 logger = logging.getLogger("tide_export")
 
@@ -87,6 +89,7 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
         _compare(name or "networks", engine, references, deployed)
         if not as_deployed:
             del engine  # before the next is opened: each packs the weights anew
+    _compare("graph", StepGraph(bundle), references[:1], deployed)
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = open_engine(bundle, "cpu-networks")
         tolerance = TOLERANCES[manifest.networks.precision]
@@ -108,7 +111,7 @@ def _check_types(path: Path) -> None:
     onnx.shape_inference.infer_shapes(ir.to_proto(model), check_type=True, strict_mode=True)
 
 
-def _compare(part: str, engine: Engine, references: Sequence[References], tolerance: Tolerance) -> None:
+def _compare(part: str, engine: Stepped, references: Sequence[References], tolerance: Tolerance) -> None:
     off = [NEVER_EXIT] * len(engine.manifest.checkpoints)
     for mode, thresholds in (("full", off), ("exit", references[0].thresholds)):
         check = Check(mode, mode, thresholds, tolerance)

@@ -288,7 +288,7 @@ def check_lossless(
     return check
 
 
-def compare(engine: Engine, references: References, max_pending: int, check: Check) -> None:
+def compare(engine: Stepped, references: References, max_pending: int, check: Check) -> None:
     """Runs the engine on the text of `references` at the check's thresholds; adds the output to `check`."""
     count = len(references.forced) + 1
     generated = generate_greedily(engine, references.prompt, count, check.thresholds, max_pending, references.forced)

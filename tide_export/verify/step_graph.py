@@ -38,6 +38,9 @@ class StepGraph:
         self.manifest = bundle.manifest
         options = ort.SessionOptions()
         options.log_severity_level, options.intra_op_num_threads = 4, threads or 0
+        # Neither weights in float32 that a function makes of them, nor packed ones: memory of a large model.
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path))
         # By default it would round the inputs of dequantized matrices to 8 bits.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
