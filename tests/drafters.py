@@ -12,7 +12,7 @@ import torch
 from tide_export.bundle.file_names import DRAFTER_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
-from tide_export.compose.drafter import compose_drafter
+from tide_export.compose.drafter_networks import compose_drafter
 from tide_export.drafting.bundle import write_drafter
 from tide_export.drafting.files import drafter_info, put_before, quantized
 from tide_export.drafting.network import DrafterNetwork
@@ -21,7 +21,7 @@ from tide_export.graph.builder import GraphBuilder, Weights
 from tide_export.graph.rewriting import FLOAT, INT64, typed_value
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.names import paged_drafter as names
-from tide_export.routers.drafter import CONFIDENCES, Drafter, Shape
+from tide_export.routers.drafter_weights import CONFIDENCES, Drafter, Shape
 
 ROWS = 64  # of a sequence
 

@@ -25,4 +25,4 @@ def few_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("tide_export.drafting.prompts.MAX_PROMPTS", 300)
     monkeypatch.setattr("tide_export.drafting.flow.MEASURED_PROMPTS", 2)
-    monkeypatch.setattr("tide_export.tuning.drafter.step_costs", partial(step_costs, rounds=3))
+    monkeypatch.setattr("tide_export.tuning.drafter_gain.step_costs", partial(step_costs, rounds=3))

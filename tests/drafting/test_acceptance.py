@@ -14,7 +14,7 @@ from tide_export.drafting.network import DrafterNetwork
 from tide_export.drafting.prompts import Request
 from tide_export.drafting.store import AnswerStore
 from tide_export.drafting.target import Target
-from tide_export.routers.drafter import CONFIDENCES, Shape
+from tide_export.routers.drafter_weights import CONFIDENCES, Shape
 
 TEMPERATURE = 0.8
 SINGLE = Processes(0, 1)

@@ -11,15 +11,15 @@ import torch
 from drafters import network_of, random_drafter
 from ort_sessions import session_options
 
-from tide_export.compose.drafter import EMBEDDINGS, compose_drafter
+from tide_export.compose.drafter_networks import EMBEDDINGS, compose_drafter
 from tide_export.drafting.files import QUANTIZATION, quantized
 from tide_export.drafting.network import Cache
 from tide_export.drafting.pieces import pieces_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-from tide_export.lower.tensorrt.drafter import drafter_for_tensorrt
+from tide_export.lower.tensorrt.drafter_for_tensorrt import drafter_for_tensorrt
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names import paged, paged_drafter, segment_drafter, segment_networks
-from tide_export.routers.drafter import HEAD_DIM, Drafter
+from tide_export.routers.drafter_weights import HEAD_DIM, Drafter
 
 STATE, EMBEDDING, PAGE_TOKENS = 192, 128, 16
 TOKENS = np.arange(3, 83, 2)

@@ -22,7 +22,7 @@ from tide_export.drafting.flow import draft
 from tide_export.drafting.target import Target
 from tide_export.errors import ConfigError, DraftError
 from tide_export.model.source import load_model
-from tide_export.routers.drafter import CONFIDENCES, Drafter
+from tide_export.routers.drafter_weights import CONFIDENCES, Drafter
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}:"
 

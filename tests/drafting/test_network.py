@@ -6,7 +6,7 @@ import torch
 from drafters import network_of
 
 from tide_export.drafting.network import DrafterNetwork
-from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Drafter, Shape
+from tide_export.routers.drafter_weights import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Drafter, Shape
 
 LENGTH, DRAFTS = 9, 4
 

@@ -17,7 +17,7 @@ from tide_export.drafting.store import AnswerStore
 from tide_export.drafting.training import STEP_WEIGHTS, Trainer
 from tide_export.drafting.vocabulary import frequent_tokens
 from tide_export.errors import DraftError
-from tide_export.routers.drafter import Shape
+from tide_export.routers.drafter_weights import Shape
 from tide_export.runtime.config import GenerationConfig
 
 SINGLE = Processes(0, 1)

@@ -11,13 +11,13 @@ from tide_export.bundle.file_names import DRAFTER_FILE, GRAPH_FILE, engine_file,
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.store import put_files
 from tide_export.common.files import TEMPORARY, failure
-from tide_export.compose.drafter import DrafterPieces
+from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.drafting.files import drafter_info, embedding_of, rows_for, save_drafter, save_drafter_segment
 from tide_export.drafting.pieces import pieces_of
 from tide_export.errors import DraftError
 from tide_export.graph.rewriting import FLOAT
 from tide_export.names.networks import DRAFTER
-from tide_export.routers.drafter import Drafter
+from tide_export.routers.drafter_weights import Drafter
 
 logger = logging.getLogger("tide_export")
 

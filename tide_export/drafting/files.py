@@ -11,11 +11,11 @@ import onnx_ir as ir
 from tide_export.bundle.drafter_field import DrafterInfo, token_ranges
 from tide_export.bundle.file_names import GRAPH_FILE, network_file
 from tide_export.bundle.manifest import INT8_MATMULS, Manifest, Quantization
-from tide_export.compose.drafter import EMBEDDINGS, DrafterPieces, compose_drafter
+from tide_export.compose.drafter_networks import EMBEDDINGS, DrafterPieces, compose_drafter
 from tide_export.errors import DraftError
 from tide_export.graph.rewriting import FLOAT, HALF, replace_value, required
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-from tide_export.lower.tensorrt.drafter import drafter_for_tensorrt
+from tide_export.lower.tensorrt.drafter_for_tensorrt import drafter_for_tensorrt
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import segment_name

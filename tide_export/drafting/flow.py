@@ -23,7 +23,7 @@ from tide_export.errors import DraftError
 from tide_export.model.source import load_model
 from tide_export.report.drafts import with_drafts
 from tide_export.runtime.engine import load
-from tide_export.tuning.drafter import with_drafter
+from tide_export.tuning.drafter_gain import with_drafter
 
 logger = logging.getLogger("tide_export")
 

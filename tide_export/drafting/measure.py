@@ -21,7 +21,7 @@ from tide_export.calibration.distributed import Processes
 from tide_export.drafting.network import DrafterNetwork
 from tide_export.drafting.store import Answer, AnswerStore
 from tide_export.drafting.target import Target
-from tide_export.routers.drafter import CONFIDENCES
+from tide_export.routers.drafter_weights import CONFIDENCES
 
 DRAFTS = 4  # measured drafts of a chain
 CHUNK = 256  # positions whose logits are computed at once

@@ -1,4 +1,4 @@
-"""The drafter in PyTorch; `routers.drafter` has the formula.
+"""The drafter in PyTorch; `routers.drafter_weights` has the formula.
 
 `draft_steps` runs whole sequences for training, `rows` runs rows with a K/V cache as the runtime does. Step `k` of
 `draft_steps` reads the states that step `k - 1` proposed in place of the model's ("training-time test" of EAGLE-3, Li
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Shape
+from tide_export.routers.drafter_weights import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Shape
 
 MATRIX_GAIN = 0.7  # initial standard deviation of a matrix, times the root of its inputs
 RESIDUAL_GAIN = 0.3  # further factor for matrices that write to the residual stream

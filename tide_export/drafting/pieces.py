@@ -1,4 +1,4 @@
-"""Builds the two graphs of a trained drafter; `routers.drafter` has the formula.
+"""Builds the two graphs of a trained drafter; `routers.drafter_weights` has the formula.
 
 The first ends with attention. The second runs only over rows that draft: all other rows end in the K/V cache.
 """
@@ -6,11 +6,11 @@ The first ends with attention. The second runs only over rows that draft: all ot
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.compose.drafter import DrafterPieces
+from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.graph.builder import GraphBuilder, Weights
 from tide_export.graph.rewriting import FLOAT, INT64, dims, last_dim, required, typed_value
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_QUANTIZED_MATMUL
-from tide_export.routers.drafter import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Drafter
+from tide_export.routers.drafter_weights import EPSILON, HEAD_DIM, LIMIT, ROTARY_BASE, Drafter
 
 BATCH, ROWS = "batch", "rows"
 

@@ -6,7 +6,7 @@ from typing import Any
 from tide_export.common.formatting import table
 from tide_export.common.progress import duration
 from tide_export.drafting.measure import Acceptance
-from tide_export.routers.drafter import CONFIDENCES
+from tide_export.routers.drafter_weights import CONFIDENCES
 
 
 @dataclass(frozen=True)

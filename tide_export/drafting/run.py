@@ -32,7 +32,7 @@ from tide_export.drafting.target import Target
 from tide_export.drafting.training import Trainer
 from tide_export.drafting.vocabulary import frequent_tokens
 from tide_export.errors import DraftError
-from tide_export.routers.drafter import Drafter, Shape
+from tide_export.routers.drafter_weights import Drafter, Shape
 from tide_export.runtime.engine import Engine, load
 
 logger = logging.getLogger("tide_export")

@@ -10,7 +10,7 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.common.progress import stage
 from tide_export.compose import step_graph
 from tide_export.compose.cut import Pieces
-from tide_export.compose.drafter import DrafterPieces
+from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
 from tide_export.drafting.heads.eagle3 import read_eagle3
 from tide_export.drafting.heads.head import DraftHead

@@ -5,7 +5,7 @@ from typing import Any
 
 from tide_export.report.html_tables import html_table
 from tide_export.report.wording import counted, escaped, percent
-from tide_export.routers.drafter import CONFIDENCES
+from tide_export.routers.drafter_weights import CONFIDENCES
 
 BEGIN, END = "<!-- drafts -->", "<!-- /drafts -->"  # the section between them is replaced
 SOURCES = {"drafter": "the drafter", "lookup": "prompt lookup", "exit": "early exits"}

@@ -13,7 +13,7 @@ constexpr std::size_t kMaxNgram = 3;  // length of the longest n-gram that promp
 // The source of a draft after a match of `length` tokens which the same token followed `agreements` times more.
 std::size_t ngram_source(std::size_t length, std::int64_t agreements);
 
-// Lower ends of the intervals of confidence whose drafts are counted together, those of tide_export/routers/drafter.py.
+// Lower ends of the intervals of confidence whose drafts are counted together, those of tide_export/routers/drafter_weights.py.
 constexpr std::array<double, 8> kConfidences{0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9};
 
 // The interval of a drafter's draft with this confidence.

@@ -6,7 +6,7 @@
 
 #include "onnxruntime/session.h"
 #include "paged/adapters.h"
-#include "paged/drafter.h"
+#include "paged/paged_drafts.h"
 #include "paged/networks.h"
 #include "paged/pool.h"
 #include "sequence.h"

@@ -44,9 +44,9 @@ std::vector<StepResult> PagedBatch::step(std::vector<SlotRequest> const& request
 }
 
 std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& requests) {
-  std::vector<SlotStep> all = begin(requests);
+  std::vector<Running> all = begin(requests);
   Steps everyone;
-  for (SlotStep& one : all) everyone.push_back(&one);
+  for (Running& one : all) everyone.push_back(&one);
   Steps previous = everyone;
   for (std::size_t k = 0; k < segments_.size(); ++k) {
     Steps const active = k == 0 ? everyone : still_active(previous, k);
@@ -57,7 +57,7 @@ std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& req
     float* const input = k == 0 ? nullptr : gather(k, scheduled, scheduled.size() == previous.size());
     bool const deepest = k + 1 == segments_.size();
     std::vector<std::int64_t> logits;
-    for (SlotStep* const one : scheduled) {
+    for (Running* const one : scheduled) {
       StepRequest const& request = one->request->request;
       bool const may_exit = !deepest && !one->exit && !request.full;
       one->threshold = static_cast<float>(may_exit ? one->sequence->rule.thresholds[k] : kNeverExit);
@@ -77,8 +77,8 @@ std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& req
 }
 
 // Makes room for the new tokens and gathers their ids.
-std::vector<PagedBatch::SlotStep> PagedBatch::begin(std::vector<SlotRequest> const& requests) {
-  std::vector<SlotStep> all;
+std::vector<PagedBatch::Running> PagedBatch::begin(std::vector<SlotRequest> const& requests) {
+  std::vector<Running> all;
   ids_.clear();
   for (SlotRequest const& request : requests) {
     std::vector<std::int64_t> const& ids = request.request.ids;
@@ -94,7 +94,7 @@ std::vector<PagedBatch::SlotStep> PagedBatch::begin(std::vector<SlotRequest> con
 // Of the sequences that ran the previous segment, those that need segment k.
 PagedBatch::Steps PagedBatch::still_active(Steps const& ran, std::size_t k) const {
   Steps still;
-  for (SlotStep* const one : ran) {
+  for (Running* const one : ran) {
     PagedSequence const& sequence = *one->sequence;
     if (is_active(one->exit.has_value(), one->total - sequence.lengths[k], sequence.rule.max_pending)) {
       still.push_back(one);
@@ -106,10 +106,10 @@ PagedBatch::Steps PagedBatch::still_active(Steps const& ran, std::size_t k) cons
 // Segment k's input: the pending and the new hidden states of the scheduled sequences.
 float* PagedBatch::gather(std::size_t k, Steps const& scheduled, bool all_of_previous) {
   bool const none_pending = std::all_of(scheduled.begin(), scheduled.end(),
-                                        [&](SlotStep const* one) { return one->sequence->pending[k].empty(); });
+                                        [&](Running const* one) { return one->sequence->pending[k].empty(); });
   if (all_of_previous && none_pending) return segments_[k - 1]->hidden.data();
   input_.clear();
-  for (SlotStep* const one : scheduled) {
+  for (Running* const one : scheduled) {
     std::vector<float> const& pending = one->sequence->pending[k];
     float const* const states = new_states(k - 1, *one);
     input_.insert(input_.end(), pending.begin(), pending.end());
@@ -123,7 +123,7 @@ void PagedBatch::run(std::size_t k, Steps const& scheduled, std::vector<std::int
   std::vector<Part> parts;
   std::int64_t start = 0;
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
-    SlotStep& one = *scheduled[i];
+    Running& one = *scheduled[i];
     parts.push_back({one.sequence, one.count, one.total, logits[i], one.threshold});
     one.start = static_cast<std::size_t>(start);
     one.segments_run = k + 1;
@@ -139,7 +139,7 @@ void PagedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<s
   bool const deepest = k + 1 == segments_.size();
   float const* states = segment.exit_states.data();
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
-    SlotStep& one = *scheduled[i];
+    Running& one = *scheduled[i];
     float const* const end = states + static_cast<std::size_t>(logits[i]) * networks_.exit_size();
     bool const exits = deepest ? !one.exit || one.request->verifies : segment.scores[i] > one.threshold;
     if (exits) {
@@ -158,16 +158,16 @@ void PagedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<s
 
 // Copies the states of the sequences that this may be the last run of: of those that exited.
 void PagedBatch::keep_states(std::size_t k, Steps const& ran) {
-  for (SlotStep* const one : ran) {
+  for (Running* const one : ran) {
     if (!one->exit) continue;
     float const* const states = new_states(k, *one);
     one->states.assign(states, states + floats(one->count));
   }
 }
 
-std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
+std::vector<StepResult> PagedBatch::results(std::vector<Running>& all) {
   exit_states_.clear();
-  for (SlotStep const& one : all) {
+  for (Running const& one : all) {
     exit_states_.insert(exit_states_.end(), one.exit_states.begin(), one.exit_states.end());
   }
   auto const width = networks_.exit_size();
@@ -183,7 +183,7 @@ std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
   float const* logits = logits_.data<float>();
   float const* exits = exit_states_.data();
   std::vector<StepResult> step_results;
-  for (SlotStep& one : all) {
+  for (Running& one : all) {
     one.sequence->final_states.swap(one.final_states);
     one.sequence->router_scores.swap(one.scores);
     StepResult result;
@@ -205,13 +205,13 @@ std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
 }
 
 // Updates the sequences' lengths and pending states; copies first, so that an exception leaves all as before.
-void PagedBatch::commit(std::vector<SlotStep>& all) {
-  for (SlotStep& one : all) {
+void PagedBatch::commit(std::vector<Running>& all) {
+  for (Running& one : all) {
     if (one.segments_run == segments_.size()) continue;
     std::vector<float> const& pending = one.sequence->pending[one.segments_run];
     one.states.insert(one.states.begin(), pending.begin(), pending.end());
   }
-  for (SlotStep& one : all) one.sequence->ran(one.segments_run, one.total, std::move(one.states));
+  for (Running& one : all) one.sequence->ran(one.segments_run, one.total, std::move(one.states));
 }
 
 }  // namespace tide

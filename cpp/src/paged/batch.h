@@ -34,7 +34,7 @@ class PagedBatch final : public Batch {
 
  private:
   // One sequence in a step.
-  struct SlotStep {
+  struct Running {
     SlotRequest const* request;
     PagedSequence* sequence;
     std::int64_t total;                    // its tokens, the new ones included
@@ -49,17 +49,17 @@ class PagedBatch final : public Batch {
     std::vector<float> scores{};           // by checkpoint, the router's, where they are asked for
     std::vector<float> states{};           // [n, D], after the last segment that ran, unless it was the model's last
   };
-  using Steps = std::vector<SlotStep*>;
+  using Steps = std::vector<Running*>;
 
   std::vector<StepResult> run_step(std::vector<SlotRequest> const& requests);
-  std::vector<SlotStep> begin(std::vector<SlotRequest> const& requests);
+  std::vector<Running> begin(std::vector<SlotRequest> const& requests);
   Steps still_active(Steps const& ran, std::size_t k) const;
   float* gather(std::size_t k, Steps const& scheduled, bool all_of_previous);
   void run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input);
   void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
   void keep_states(std::size_t k, Steps const& ran);
-  std::vector<StepResult> results(std::vector<SlotStep>& all);
-  void commit(std::vector<SlotStep>& all);
+  std::vector<StepResult> results(std::vector<Running>& all);
+  void commit(std::vector<Running>& all);
 
   // Whether the head's input of all tokens that the last segment runs over is read.
   bool reads_all(Sequence const& sequence) const {
@@ -67,7 +67,7 @@ class PagedBatch final : public Batch {
   }
 
   // A sequence's new hidden states [count, D] in segment k's last run.
-  float const* new_states(std::size_t k, SlotStep const& one) const {
+  float const* new_states(std::size_t k, Running const& one) const {
     return segments_[k]->hidden.data() + one.start * hidden_size_;
   }
   std::size_t floats(std::int64_t tokens) const { return static_cast<std::size_t>(tokens) * hidden_size_; }

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "segmented/drafter.h"
+#include "segmented/segmented_drafts.h"
 #include "segmented/idle.h"
 #include "segmented/memory.h"
 #include "sequence.h"

@@ -97,7 +97,7 @@ cuda::GraphExec CudaDevice::recorded(ChosenWork const& work) {
 }
 
 // Queues the kernel.
-void CudaDevice::decide(StepArguments step, std::int32_t next, cuda::Handle handle) {
+void CudaDevice::decide(DecisionArguments step, std::int32_t next, cuda::Handle handle) {
   auto const threads = static_cast<unsigned>(std::max(step.slots, kWarp));
   void* arguments[] = {&step, &next, &handle};
   cuda::require_recorded(cuda::functions().LaunchKernel(decide_kernel(), {}, {threads, 1, 1}, arguments, 0, stream_),

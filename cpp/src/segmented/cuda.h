@@ -101,7 +101,7 @@ class CudaDevice final : public Device {
   cuda::Graph captured(std::function<void()> const& work);
   cuda::GraphExec instantiated(cuda::Graph graph);
   cuda::GraphExec recorded(ChosenWork const& work);
-  void decide(StepArguments step, std::int32_t next, cuda::Handle handle);
+  void decide(DecisionArguments step, std::int32_t next, cuda::Handle handle);
   void evict();
 
   int gpu_;

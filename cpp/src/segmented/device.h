@@ -36,7 +36,7 @@ struct ChosenWork {
   std::function<void()> first;
   std::vector<std::vector<std::function<void()>>> choices;
   std::function<void()> last;
-  StepArguments decision;  // of choice i after what was done before it: whether segment i + 1 runs
+  DecisionArguments decision;  // of choice i after what was done before it: whether segment i + 1 runs
 };
 
 // One queue of work with its memory. Calls return at once and are executed in order.

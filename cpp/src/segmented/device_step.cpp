@@ -23,7 +23,7 @@ std::int64_t power_of_two(std::int64_t count) {
 }
 
 // Whether the device must decide over how many tokens of a slot the segments run, or whether.
-bool is_open(StepSlot const& one, std::vector<std::vector<std::int64_t>> const& lengths) {
+bool is_open(DeviceRequest const& one, std::vector<std::vector<std::int64_t>> const& lengths) {
   auto const pending = [&](auto const& of_segment) { return of_segment[one.slot] != lengths[0][one.slot]; };
   return std::any_of(one.thresholds.begin(), one.thresholds.end(), [](float threshold) { return threshold < kSure; }) ||
          std::any_of(lengths.begin(), lengths.end(), pending);
@@ -41,28 +41,28 @@ DeviceStep::DeviceStep(SegmentBuffers& buffers)
         auto const slots = static_cast<std::int64_t>(buffers.slots());
         std::size_t const all = segments_ * pitch_, wide = all * sizeof(std::int64_t);
         auto const ids = static_cast<std::size_t>(slots * kMaxTokens) * sizeof(std::int64_t);
-        return std::vector<std::size_t>{wide, wide, wide, all * sizeof(float), sizeof(StepShare),
+        return std::vector<std::size_t>{wide, wide, wide, all * sizeof(float), sizeof(Sharing),
                                         buffers.slots() * sizeof(SlotRule), wide, all * sizeof(float),
                                         static_cast<std::size_t>(info.max_logits) * sizeof(RowChoice), ids};
       }()),
-      outcomes_(device_, {buffers.slots() * sizeof(SlotOutcome), segments_ * pitch_ * sizeof(float),
+      outcomes_(device_, {buffers.slots() * sizeof(Outcome), segments_ * pitch_ * sizeof(float),
                           segments_ * pitch_ * sizeof(std::int32_t)}) {}
 
-bool DeviceStep::queue(std::vector<StepSlot> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
-                       StepOptions const& options, std::vector<HeadRow>& rows) {
+bool DeviceStep::queue(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
+                       double compaction_threshold, bool scores, std::vector<HeadRow>& rows) {
   if (!device_.records() || rows.size() > static_cast<std::size_t>(buffers_.info().max_logits)) return false;
   if (!plan(slots, lengths)) return false;
   if (std::exchange(queued_, true)) device_.synchronize();  // a step that failed
-  shape_.copies_scores = options.scores;
+  shape_.copies_scores = scores;
   head_ = buffers_.head().plan(rows);
-  std::int64_t const kind = static_cast<std::int64_t>(segments_ + names::kAfterSegments) + shape_.decides * 2 + options.scores;
+  std::int64_t const kind = static_cast<std::int64_t>(segments_ + names::kAfterSegments) + shape_.decides * 2 + scores;
   WorkKey const key = {kind, static_cast<std::int64_t>(shape_.start), static_cast<std::int64_t>(shape_.slots),
                        shape_.tokens, shape_.pending, head_.tokens, head_.fetched, head_.fetches()};
   for (std::size_t slot = shape_.start; slot < shape_.start + shape_.slots; ++slot) {
     for (std::size_t k = 0; k < segments_; ++k) buffers_.note_written(slot, lengths[k][slot] + most(k));
   }
   if (!shape_.decides) {
-    fill(slots, lengths, options, rows);
+    fill(slots, lengths, compaction_threshold, rows);
     device_.launch(key, [this] {
       run_first();
       for (std::size_t k = 1; k < segments_; ++k) run(k, shape_.tokens);
@@ -71,29 +71,29 @@ bool DeviceStep::queue(std::vector<StepSlot> const& slots, std::vector<std::vect
     return true;
   }
   bool const recorded = device_.record(key, [&] {
-    fill({}, lengths, options, {});  // all slots are padding while it is recorded
+    fill({}, lengths, compaction_threshold, {});  // all slots are padding while it is recorded
     return work();
   });
   queued_ = recorded;
   if (!recorded) return false;
-  fill(slots, lengths, options, rows);
+  fill(slots, lengths, compaction_threshold, rows);
   device_.replay(key);
   return true;
 }
 
 // Sets the shape of a step; returns whether it can be run in one launch.
-bool DeviceStep::plan(std::vector<StepSlot> const& slots, std::vector<std::vector<std::int64_t>> const& lengths) {
+bool DeviceStep::plan(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths) {
   shape_.start = slots.front().slot;
   shape_.slots = slots.back().slot + 1 - shape_.start;
-  shape_.decides = std::any_of(slots.begin(), slots.end(), [&](StepSlot const& one) { return is_open(one, lengths); });
+  shape_.decides = std::any_of(slots.begin(), slots.end(), [&](DeviceRequest const& one) { return is_open(one, lengths); });
   shape_.tokens = shape_.pending = 0;
-  for (StepSlot const& one : slots) {
+  for (DeviceRequest const& one : slots) {
     shape_.tokens = std::max(shape_.tokens, power_of_two(one.total - lengths[0][one.slot]));
     if (shape_.decides) shape_.pending = std::max(shape_.pending, one.max_pending);
   }
   if (shape_.slots > kMaxSlots) return false;
   for (std::size_t k = 0; k < segments_; ++k) {
-    for (StepSlot const& one : slots) {
+    for (DeviceRequest const& one : slots) {
       if (one.total - lengths[k][one.slot] > most(k)) return false;
     }
     for (std::size_t slot = shape_.start; slot < shape_.start + shape_.slots; ++slot) {
@@ -113,11 +113,11 @@ std::int64_t DeviceStep::most(std::size_t k) const {
 }
 
 // Writes what the device reads of a step: of slots in it, and of others, which are padding.
-void DeviceStep::fill(std::vector<StepSlot> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
-                      StepOptions const& options, std::vector<HeadRow> const& rows) {
-  *inputs_.host<StepShare>(kShare) = {options.compaction_threshold, static_cast<std::int32_t>(slots.size())};
+void DeviceStep::fill(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
+                      double compaction_threshold, std::vector<HeadRow> const& rows) {
+  *inputs_.host<Sharing>(kShare) = {compaction_threshold, static_cast<std::int32_t>(slots.size())};
   auto* const rules = inputs_.host<SlotRule>(kRules);
-  auto* const outcomes = outcomes_.host<SlotOutcome>(kOutcomes);
+  auto* const outcomes = outcomes_.host<Outcome>(kOutcomes);
   for (std::size_t number = 0; number < shape_.slots; ++number) {
     rules[number] = {0, 0, 0};
     outcomes[number] = {-1, 0, 0};
@@ -133,7 +133,7 @@ void DeviceStep::fill(std::vector<StepSlot> const& slots, std::vector<std::vecto
   }
   auto* const ids = inputs_.host<std::int64_t>(kIds);
   std::fill_n(ids, static_cast<std::int64_t>(shape_.slots) * shape_.tokens, 0);
-  for (StepSlot const& one : slots) {
+  for (DeviceRequest const& one : slots) {
     std::size_t const number = one.slot - shape_.start;
     rules[number] = {one.max_pending, 1, one.verifies};
     outcomes[number].scheduled = 1;
@@ -170,7 +170,7 @@ void DeviceStep::run(std::size_t k, std::int64_t tokens) const {
 
 void DeviceStep::run_first() const {
   inputs_.upload(kIds, shape_.slots * static_cast<std::size_t>(shape_.tokens) * sizeof(std::int64_t));
-  if (shape_.decides) outcomes_.upload(kOutcomes, shape_.slots * sizeof(SlotOutcome));
+  if (shape_.decides) outcomes_.upload(kOutcomes, shape_.slots * sizeof(Outcome));
   if (!shape_.decides) buffers_.head().upload_rows(head_);
   run(0, shape_.tokens);
 }
@@ -178,7 +178,7 @@ void DeviceStep::run_first() const {
 void DeviceStep::run_last() const {
   buffers_.head().queue(head_);
   if (shape_.copies_scores) return outcomes_.download(kScores, segments_ * pitch_ * sizeof(float));
-  if (shape_.decides) outcomes_.download(kOutcomes, shape_.slots * sizeof(SlotOutcome));
+  if (shape_.decides) outcomes_.download(kOutcomes, shape_.slots * sizeof(Outcome));
 }
 
 // The step with the decisions of the device.
@@ -193,10 +193,10 @@ ChosenWork DeviceStep::work() const {
   auto const at = [](Block const& block, std::size_t part, auto type) {
     return reinterpret_cast<decltype(type)*>(block.address(part));
   };
-  work.decision = {at(inputs_, kShare, StepShare{}),      at(inputs_, kRules, SlotRule{}),
+  work.decision = {at(inputs_, kShare, Sharing{}),      at(inputs_, kRules, SlotRule{}),
                    at(inputs_, kCounts, std::int64_t{}),  at(inputs_, kPlanned, float{}),
                    at(outcomes_, kFlags, std::int32_t{}), at(inputs_, kChoices, RowChoice{}),
-                   at(outcomes_, kOutcomes, SlotOutcome{}), at(inputs_, kLast, std::int64_t{}),
+                   at(outcomes_, kOutcomes, Outcome{}), at(inputs_, kLast, std::int64_t{}),
                    at(inputs_, kThreshold, float{}),
                    reinterpret_cast<std::int64_t*>(buffers_.head().rows()),
                    static_cast<std::int32_t>(shape_.slots), static_cast<std::int32_t>(segments_),
@@ -218,13 +218,13 @@ void DeviceStep::finish(std::vector<HeadRow>& rows) {
 
 std::size_t DeviceStep::segments_run(std::size_t slot) const {
   if (!shape_.decides) return segments_;
-  return static_cast<std::size_t>(outcomes_.host<SlotOutcome>(kOutcomes)[slot - shape_.start].segments_run);
+  return static_cast<std::size_t>(outcomes_.host<Outcome>(kOutcomes)[slot - shape_.start].segments_run);
 }
 
 std::optional<std::size_t> DeviceStep::exit(std::size_t slot) const {
   if (!shape_.decides) return std::nullopt;
   std::size_t const number = slot - shape_.start;
-  SlotOutcome const& outcome = outcomes_.host<SlotOutcome>(kOutcomes)[number];
+  Outcome const& outcome = outcomes_.host<Outcome>(kOutcomes)[number];
   bool const verifies = inputs_.host<SlotRule>(kRules)[number].verifies != 0;
   if (outcome.exit < 0 || !at_its_exit(verifies, segments_run(slot) == segments_)) return std::nullopt;
   return static_cast<std::size_t>(outcome.exit);

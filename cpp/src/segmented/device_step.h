@@ -13,19 +13,13 @@
 namespace tide {
 
 // One sequence in a step.
-struct StepSlot {
+struct DeviceRequest {
   std::size_t slot;
   std::int64_t total;             // its tokens, the new ones included
   std::vector<float> thresholds;  // by checkpoint; all above 1: it runs through all segments
   std::int64_t max_pending;
   bool verifies;
   std::int64_t const* ids;  // the new tokens
-};
-
-// What a step is asked for.
-struct StepOptions {
-  double compaction_threshold;
-  bool scores;  // the router's are read, of the only slot
 };
 
 // May be used by one thread at a time.
@@ -39,10 +33,11 @@ class DeviceStep {
   //
   // slots: ascending.
   // lengths: by segment, tokens in the K/V cache of every slot.
+  // scores: whether the router's are read, of the only slot.
   // rows: that the head runs over if the slots do not exit, and reorders.
   // Throws GenerationError: the device has not enough memory, or failed.
-  bool queue(std::vector<StepSlot> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
-             StepOptions const& options, std::vector<HeadRow>& rows);
+  bool queue(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
+             double compaction_threshold, bool scores, std::vector<HeadRow>& rows);
 
   // Waits for it, and appends the head's results: one for a slot that has those of its exit. Throws GenerationError: a run
   // failed.
@@ -59,7 +54,7 @@ class DeviceStep {
   enum Input : std::size_t {  // parts of what is copied to the device, by segment and slot where networks read them
     kLengths, kLast, kPending, kThreshold, kShare, kRules, kCounts, kPlanned, kChoices, kIds
   };
-  enum Outcome : std::size_t { kOutcomes, kScores, kFlags };  // and of what is copied to the host
+  enum Output : std::size_t { kOutcomes, kScores, kFlags };  // and of what is copied to the host
 
   // The sizes of a step.
   struct Shape {
@@ -68,9 +63,9 @@ class DeviceStep {
     bool decides, copies_scores;
   };
 
-  bool plan(std::vector<StepSlot> const& slots, std::vector<std::vector<std::int64_t>> const& lengths);
-  void fill(std::vector<StepSlot> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
-            StepOptions const& options, std::vector<HeadRow> const& rows);
+  bool plan(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths);
+  void fill(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
+            double compaction_threshold, std::vector<HeadRow> const& rows);
   std::int64_t most(std::size_t k) const;
   void run(std::size_t k, std::int64_t tokens) const;
   void run_first() const;

@@ -119,10 +119,10 @@ void SegmentBuffers::clear(std::size_t slot) {
   written_[slot] = 0;
 }
 
-void SegmentBuffers::run(std::size_t k, std::vector<SlotRun> const& runs, std::vector<std::int64_t> const& lengths,
+void SegmentBuffers::run(std::size_t k, std::vector<RunRequest> const& runs, std::vector<std::int64_t> const& lengths,
                          std::vector<std::int64_t> const& following, bool verdict) {
-  std::vector<SlotCount> counts;
-  for (SlotRun const& one : runs) counts.push_back({one.slot, one.count});
+  std::vector<RunCount> counts;
+  for (RunRequest const& one : runs) counts.push_back({one.slot, one.count});
   std::size_t index = 0;
   for (Run const& run : runs_over(counts, lengths, info_)) {
     RunBuffers& buffers = run_buffers(k, index);

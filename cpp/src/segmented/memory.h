@@ -28,7 +28,7 @@ struct DeviceNetworks {
 };
 
 // What a run needs to know of one slot.
-struct SlotRun {
+struct RunRequest {
   std::size_t slot;
   std::int64_t count;       // tokens that it runs over, at most `info.max_tokens`
   float threshold;          // a score above it exits
@@ -77,7 +77,7 @@ class SegmentBuffers {
   // verdict: whether scores and exits are read afterwards.
   //
   // Throws GenerationError: the device has not enough memory, or failed.
-  void run(std::size_t k, std::vector<SlotRun> const& runs, std::vector<std::int64_t> const& lengths,
+  void run(std::size_t k, std::vector<RunRequest> const& runs, std::vector<std::int64_t> const& lengths,
            std::vector<std::int64_t> const& following, bool verdict);
 
   // Where the small inputs and outputs of a run are.

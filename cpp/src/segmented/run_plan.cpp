@@ -25,7 +25,7 @@ std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_to
   return rounded <= max_tokens && length + rounded <= capacity ? rounded : count;
 }
 
-std::vector<Run> runs_over(std::vector<SlotCount> const& counts, std::vector<std::int64_t> const& lengths,
+std::vector<Run> runs_over(std::vector<RunCount> const& counts, std::vector<std::int64_t> const& lengths,
                            NetworksInfo const& info) {
   std::vector<Run> runs;
   std::int64_t most = 0;  // tokens that a slot of the last run has to run

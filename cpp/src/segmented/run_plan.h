@@ -14,7 +14,7 @@
 namespace tide {
 
 // The tokens that one slot has to run.
-struct SlotCount {
+struct RunCount {
   std::size_t slot;
   std::int64_t count;
 };
@@ -41,7 +41,7 @@ std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_to
 //
 // counts: by ascending slots; 1 or more tokens, no more than a run takes.
 // lengths: tokens in the segment's K/V buffers, of every slot there is.
-std::vector<Run> runs_over(std::vector<SlotCount> const& counts, std::vector<std::int64_t> const& lengths,
+std::vector<Run> runs_over(std::vector<RunCount> const& counts, std::vector<std::int64_t> const& lengths,
                            NetworksInfo const& info);
 
 }  // namespace tide

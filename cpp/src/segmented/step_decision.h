@@ -14,7 +14,7 @@ namespace tide {
 constexpr float kNever = 2.0F, kSure = 1.0F;  // thresholds: no score is above either
 
 // What the host says of a step, and of its slots.
-struct StepShare {
+struct Sharing {
   double compaction_threshold;
   std::int32_t everyone;  // slots with new tokens
 };
@@ -30,21 +30,21 @@ struct RowChoice {
 };
 
 // What the device finds out of a slot.
-struct SlotOutcome {
+struct Outcome {
   std::int32_t exit;          // the segment after which it exits; -1: none
   std::int32_t segments_run;  // segments 0 .. segments_run - 1 ran over it
   std::int32_t scheduled;     // whether the segment that ran last was to run over it
 };
 
 // Where it all is, in the device's memory. Arrays by segment have `pitch` elements for each.
-struct StepArguments {
-  StepShare const* share;
+struct DecisionArguments {
+  Sharing const* share;
   SlotRule const* rules;
   std::int64_t const* counts;     // by segment and slot: tokens of a run
   float const* thresholds;        // by segment and slot
   std::int32_t const* exit_flags;  // by segment and slot, of its last run
   RowChoice const* choices;
-  SlotOutcome* outcomes;
+  Outcome* outcomes;
   std::int64_t* last_tokens;  // by segment and slot; inputs of the networks, as the next
   float* run_thresholds;
   std::int64_t* rows;  // the head's
@@ -52,8 +52,8 @@ struct StepArguments {
 };
 
 // Takes note of segment `next - 1`, which may have run over a slot; returns whether the slot needs the next one.
-constexpr bool settle(StepArguments const& step, std::int32_t next, std::int32_t slot) {
-  SlotOutcome& outcome = step.outcomes[slot];
+constexpr bool settle(DecisionArguments const& step, std::int32_t next, std::int32_t slot) {
+  Outcome& outcome = step.outcomes[slot];
   if (outcome.scheduled == 0) return false;
   outcome.segments_run = next;
   if (next == step.segments) return false;
@@ -63,9 +63,9 @@ constexpr bool settle(StepArguments const& step, std::int32_t next, std::int32_t
 
 // Lets the next segment run over a slot, or makes it padding. active, ran: how many slots need it, and ran the segment
 // before. Returns the power of two to which the slot's tokens are padded; 0: it is padding.
-constexpr std::uint32_t schedule(StepArguments const& step, std::int32_t next, std::int32_t slot, bool needs,
+constexpr std::uint32_t schedule(DecisionArguments const& step, std::int32_t next, std::int32_t slot, bool needs,
                                  std::int32_t active, std::int32_t ran) {
-  StepShare const& share = *step.share;
+  Sharing const& share = *step.share;
   bool const all = active > 0 && all_catch_up(static_cast<std::size_t>(active), static_cast<std::size_t>(share.everyone),
                                               ran == share.everyone, share.compaction_threshold);
   bool const scheduled = all ? step.rules[slot].requested != 0 : needs;
@@ -79,9 +79,9 @@ constexpr std::uint32_t schedule(StepArguments const& step, std::int32_t next, s
 }
 
 // Chooses a row for the head.
-constexpr void choose_row(StepArguments const& step, std::int32_t row) {
+constexpr void choose_row(DecisionArguments const& step, std::int32_t row) {
   RowChoice const& choice = step.choices[row];
-  SlotOutcome const& outcome = step.outcomes[choice.slot];
+  Outcome const& outcome = step.outcomes[choice.slot];
   step.rows[row] = outcome.exit >= 0 && at_its_exit(step.rules[choice.slot].verifies != 0,
                                                     outcome.segments_run == step.segments)
                        ? choice.exited

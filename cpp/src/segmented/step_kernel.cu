@@ -3,7 +3,7 @@
 #include "segmented/step_decision.h"
 
 // One block with a thread for each slot or more: after segment `next - 1` has run, chooses the variant of the next one.
-extern "C" __global__ void tide_decide(tide::StepArguments step, int next, cudaGraphConditionalHandle handle) {
+extern "C" __global__ void tide_decide(tide::DecisionArguments step, int next, cudaGraphConditionalHandle handle) {
   __shared__ unsigned longest;  // padded tokens of a slot
   int const slot = static_cast<int>(threadIdx.x);
   bool const there = slot < step.slots;

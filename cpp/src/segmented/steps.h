@@ -30,7 +30,7 @@ class SegmentedSteps {
 
  private:
   // One sequence in a step.
-  struct SlotStep {
+  struct Running {
     std::size_t slot;
     SlotRequest const* request;
     Sequence* sequence;
@@ -42,21 +42,21 @@ class SegmentedSteps {
     std::size_t segments_run = 0;      // segments 0 .. segments_run - 1 ran over it
     std::optional<std::size_t> exit{};  // the segment after which it exits
   };
-  using Steps = std::vector<SlotStep*>;
+  using Steps = std::vector<Running*>;
 
-  std::vector<SlotStep> begin(Slots& slots, std::vector<SlotRequest> const& requests);
-  void run_first_parts(SlotStep& one);
-  Steps scheduled(std::size_t k, std::vector<SlotStep>& all, Steps const& ran, double compaction_threshold) const;
-  bool run_on_device(std::vector<SlotStep>& all, double compaction_threshold, bool scores);
-  void run_segments(std::vector<SlotStep>& all, double compaction_threshold, bool scores);
+  std::vector<Running> begin(Slots& slots, std::vector<SlotRequest> const& requests);
+  void run_first_parts(Running& one);
+  Steps scheduled(std::size_t k, std::vector<Running>& all, Steps const& ran, double compaction_threshold) const;
+  bool run_on_device(std::vector<Running>& all, double compaction_threshold, bool scores);
+  void run_segments(std::vector<Running>& all, double compaction_threshold, bool scores);
   void run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds, bool verdict);
-  void add_rows(SlotStep const& one, std::int64_t first_row, std::int64_t count);
-  void add_final_rows(SlotStep const& one);
-  void run_head(std::vector<SlotStep>& all);
-  void queue_states(std::vector<SlotStep> const& all, std::size_t least);
-  StateRows final_states(SlotStep const& one);
-  StateRows exit_state(SlotStep const& one);
-  StepResult result(SlotStep const& one);
+  void add_rows(Running const& one, std::int64_t first_row, std::int64_t count);
+  void add_final_rows(Running const& one);
+  void run_head(std::vector<Running>& all);
+  void queue_states(std::vector<Running> const& all, std::size_t least);
+  StateRows final_states(Running const& one);
+  StateRows exit_state(Running const& one);
+  StepResult result(Running const& one);
 
   std::unique_ptr<SegmentBuffers> buffers_;
   Manifest const& manifest_;

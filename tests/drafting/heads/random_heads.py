@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
-from tide_export.compose.drafter import EMBEDDINGS, compose_drafter
+from tide_export.compose.drafter_networks import EMBEDDINGS, compose_drafter
 from tide_export.drafting.files import QUANTIZATION, quantized
 from tide_export.drafting.heads.head import DraftHead
 from tide_export.drafting.heads.pieces import head_pieces, matrices_of
@@ -23,7 +23,7 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.source import load_model
 from tide_export.names import paged, paged_drafter
 from tide_export.pipeline.flow import export
-from tide_export.routers.drafter import CONFIDENCES
+from tide_export.routers.drafter_weights import CONFIDENCES
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine
 

@@ -330,7 +330,7 @@ Error cudaLibraryGetKernel(Kernel* kernel, Library library, char const* name) {
 }
 Error cudaLaunchKernel(void const*, Dim3 grid, Dim3 block, void** arguments, std::size_t, Stream stream) {
   FAKE_CUDA_CALLED(LaunchKernel)
-  auto const step = *static_cast<tide::StepArguments*>(arguments[0]);
+  auto const step = *static_cast<tide::DecisionArguments*>(arguments[0]);
   auto const next = *static_cast<std::int32_t*>(arguments[1]);
   auto const handle = *static_cast<Handle*>(arguments[2]);
   if (grid.x != 1 || block.x < static_cast<unsigned>(step.slots) || block.x > 1024 || capturing == nullptr) {

@@ -74,7 +74,7 @@ FakeGraph* copy(FakeGraph const& graph) {
 }
 
 // The kernel of step_kernel.cu.
-Error tide_decide(tide::StepArguments const& step, std::int32_t next, Handle handle) {
+Error tide_decide(tide::DecisionArguments const& step, std::int32_t next, Handle handle) {
   std::int32_t ran = 0, active = 0;
   std::uint32_t longest = 0;
   std::vector<bool> needs;

@@ -12,7 +12,7 @@ from onnx_ir.passes import common as common_passes
 from transformers import PreTrainedModel
 
 from tide_export.compose.cut import is_attention
-from tide_export.compose.drafter import DrafterPieces
+from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
@@ -31,7 +31,7 @@ from tide_export.quantize.matrices import (
     is_linear,
     parameter_names,
 )
-from tide_export.routers.drafter import CONFIDENCES
+from tide_export.routers.drafter_weights import CONFIDENCES
 from tide_export.trace.tracer import export_graph, symbolic_operators
 
 # Nobody measured what is accepted: as much as the head is confident, until the runtime has seen more.

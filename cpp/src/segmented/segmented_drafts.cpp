@@ -1,4 +1,4 @@
-#include "segmented/drafter.h"
+#include "segmented/segmented_drafts.h"
 
 #include <algorithm>
 #include <numeric>
@@ -77,7 +77,7 @@ std::vector<DraftResult> DraftBuffers::run(std::vector<SlotDraft> const& drafts)
   }
   try {
     for (;;) {
-      std::vector<SlotCount> counts;
+      std::vector<RunCount> counts;
       for (std::size_t slot = 0; slot < slots(); ++slot) {
         if (by_slot[slot] == nullptr) continue;
         auto const rows = static_cast<std::int64_t>(by_slot[slot]->rows.ids.size()) - done[slot];

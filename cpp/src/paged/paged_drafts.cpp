@@ -1,4 +1,4 @@
-#include "paged/drafter.h"
+#include "paged/paged_drafts.h"
 
 #include <algorithm>
 

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.compose.drafter import DrafterPieces, compose_drafter_segment
+from tide_export.compose.drafter_networks import DrafterPieces, compose_drafter_segment
 from tide_export.graph.rewriting import (
     FLOAT,
     derived_weight,

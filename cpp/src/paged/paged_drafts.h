@@ -1,5 +1,5 @@
 // Runs a bundle's drafter, a small network that proposes the next token from the last token and the final hidden state before
-// it (formula: tide_export/routers/drafter.py). Its K/V are in separate pages.
+// it (formula: tide_export/routers/drafter_weights.py). Its K/V are in separate pages.
 #pragma once
 
 #include <memory>
