@@ -200,23 +200,17 @@ def validate(
     texts = pick_prompts(tokenizer, spec, prompts, longest_prompt)
     read = [] if quality is None else quality_texts(opened.manifest, tokenizer, spec, quality)
     routers = _routers(opened, source)
-    checks, batches = list[Check](), list[BatchCheck]()
     total = len(engines) * len(settings) * len(texts)
     total += sum(tested.as_deployed for tested in engines) * len({setting.mode for setting in settings})
     by_graph = [one for one in settings if one.name in OF_GRAPH] if provider in (None, "cpu") else []
     total += len(by_graph) * len(texts[:GRAPH_PROMPTS])
     with stage("validate", total=total) as advance, rounded_kv(source, opened.manifest):
-        for tested in engines:
-            single = [
-                _check(tested, setting, source, routers, texts, new_tokens, pending, advance) for setting in settings
-            ]
-            checks += single
-            if tested.as_deployed:
-                name, chosen = tested.name, _one_per_mode(settings, single)
-                batches.append(check_batch(tested.engine, source, routers, texts, chosen, pending, name, advance))
-        for setting in by_graph:
-            graph, shortest = (StepGraph(opened, threads), engines[0].tolerance, GRAPH_FILE), texts[:GRAPH_PROMPTS]
-            checks.append(_check_steps(*graph, setting, source, routers, shortest, new_tokens, pending, advance))
+        run = _Run(source, routers, new_tokens, pending, advance)
+        checks, batches = _compare_engines(engines, settings, texts, run)
+        if by_graph:
+            graph, tolerance = StepGraph(opened, threads), engines[0].tolerance
+            shortest = texts[:GRAPH_PROMPTS]
+            checks += [_check_steps(graph, tolerance, GRAPH_FILE, setting, shortest, run) for setting in by_graph]
     qualities = list[Quality]()
     if read:
         deployed = next(tested.engine for tested in engines if tested.as_deployed)
@@ -262,42 +256,48 @@ def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[_Setting]:
     return settings
 
 
-def _check(
-    tested: EngineUnderTest,
-    setting: _Setting,
-    source: SourceModel,
-    routers: RouterSet | None,
-    prompts: list[list[int]],
-    new_tokens: int,
-    max_pending: int,
-    advance: Callable[[float], object],
-) -> Check:
+class _Run(NamedTuple):
+    """What all checks of a validation share."""
+
+    source: SourceModel
+    routers: RouterSet | None
+    new_tokens: int
+    max_pending: int
+    advance: Callable[[float], object]
+
+
+def _compare_engines(
+    engines: Sequence[EngineUnderTest], settings: Sequence[_Setting], prompts: list[list[int]], run: _Run
+) -> tuple[list[Check], list[BatchCheck]]:
+    """Compares every engine at every setting, and those that are deployed with several prompts at once."""
+    checks, batches = list[Check](), list[BatchCheck]()
+    for tested in engines:
+        single = [_check(tested, setting, prompts, run) for setting in settings]
+        checks += single
+        if tested.as_deployed:
+            given = run.source, run.routers, prompts, _one_per_mode(settings, single), run.max_pending
+            batches.append(check_batch(tested.engine, *given, tested.name, run.advance))
+    return checks, batches
+
+
+def _check(tested: EngineUnderTest, setting: _Setting, prompts: list[list[int]], run: _Run) -> Check:
     """Compares one engine at one setting, one prompt at a time."""
     if setting.mode != "lossless":
-        run = setting, source, routers, prompts, new_tokens, max_pending, advance
-        return _check_steps(tested.engine, tested.tolerance, tested.name, *run)
-    name, tolerance = f"{tested.name} lossless".lstrip(), tested.tolerance
-    return check_lossless(tested.engine, source, prompts, new_tokens, advance=advance, tolerance=tolerance, name=name)
+        return _check_steps(tested.engine, tested.tolerance, tested.name, setting, prompts, run)
+    name = f"{tested.name} lossless".lstrip()
+    as_tuned = None, None, run.advance, tested.tolerance, name
+    return check_lossless(tested.engine, run.source, prompts, run.new_tokens, *as_tuned)
 
 
 def _check_steps(
-    engine: Stepped,
-    tolerance: Tolerance,
-    of: str,
-    setting: _Setting,
-    source: SourceModel,
-    routers: RouterSet | None,
-    prompts: list[list[int]],
-    new_tokens: int,
-    max_pending: int,
-    advance: Callable[[float], object],
+    engine: Stepped, tolerance: Tolerance, of: str, setting: _Setting, prompts: list[list[int]], run: _Run
 ) -> Check:
     """Compares the steps of one engine, or of the graph, at a setting of mode full or exit."""
     name = f"{of} {setting.name}".lstrip()
-    if routers is not None and setting.mode == "exit":
-        exits = (setting.thresholds, max_pending, name, advance, tolerance)
-        return check_exit(engine, source, routers, prompts, new_tokens, *exits)
-    return check_full(engine, source, prompts, new_tokens, max_pending, name, advance, tolerance)
+    if run.routers is not None and setting.mode == "exit":
+        exits = (setting.thresholds, run.max_pending, name, run.advance, tolerance)
+        return check_exit(engine, run.source, run.routers, prompts, run.new_tokens, *exits)
+    return check_full(engine, run.source, prompts, run.new_tokens, run.max_pending, name, run.advance, tolerance)
 
 
 def _one_per_mode(settings: Sequence[_Setting], checks: Sequence[Check]) -> dict[str, Check]:
