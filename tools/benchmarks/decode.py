@@ -1,9 +1,9 @@
-"""Times one decode step of the exported graph against the graph without branches: medians and ratios.
+"""Times one decode step of a bundle with checkpoints against one without: medians and ratios.
 
     python tools/benchmarks/decode.py MODEL [--checkpoints 4,8,12] [--weights int4] [--threads 2] [--graphs FOLDER]
 
-Exports MODEL twice, with routers (seeded random ones: speed does not depend on what they have learned) and without any
-branch; with `--weights bf16` or `fp16` the graph without branches in float32 is the third. Each round times one step of
+Exports MODEL twice, with routers (seeded random ones: speed does not depend on what they have learned) and as one
+segment; with `--weights bf16` or `fp16` that segment in float32 is the third. Each round times one step of
 every case once, in a new random order, so that a busy moment of the machine and the caches that the previous case
 filled affect all of them alike. The addresses of a session's weights change its time by a few percent, so sessions are
 loaded again, in another order, `--loads` times. Only ratios within one run mean anything. Exit code 1 with `--check`
@@ -16,6 +16,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +29,7 @@ from tide_export.common.formatting import table
 from tide_export.compose.cut import cut
 from tide_export.compose.step_graph import compose
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names.operators import OP_HALF_MATMUL
 from tide_export.pipeline.contents import make_manifest, save_graph
@@ -45,24 +47,26 @@ UNTIMED = 3  # rounds after loading that pay for memory and caches
 RESTART_AFTER = 48  # steps before a case returns to its context
 CHUNK = 512  # tokens of the context read in one step: attention over thousands takes gigabytes
 UNLIMITED = 1 << 20  # pending tokens
-PLAIN, BRANCHED, FLOAT32 = "no branches", "branched, nothing exits", "no branches, float32"
-FOLDERS = {PLAIN: "plain", BRANCHED: "branched", FLOAT32: "float32"}
+PLAIN, SEGMENTED, FLOAT32 = "no checkpoints", "nothing exits", "no checkpoints, float32"
+FOLDERS = {PLAIN: "plain", SEGMENTED: "segmented", FLOAT32: "float32"}
 ALL_EXIT = "all exit at first"
 GOALS = (  # case, its goal against another case, at most so many times its median
-    (BRANCHED, PLAIN, 1.04),
+    (SEGMENTED, PLAIN, 1.04),
     (ALL_EXIT, PLAIN, 1 / 2.5),
-    ("deep run over 8", BRANCHED, 2.0),
+    ("deep run over 8", SEGMENTED, 2.0),
 )
 
 
 def export_graph(source: SourceModel, routers: RouterSet, folder: Path, half: str | None) -> None:
-    """Exports without calibration or tokenizer; no routers means no branch."""
+    """Exports without calibration or tokenizer; no routers means one segment."""
     length = context_length(source, None)
     pieces = cut(trace(source, routers.checkpoints), length)
-    graph = lower_for_onnxruntime(compose(pieces, routers.arrays()), source.quantized, half)
+    lower = partial(lower_for_onnxruntime, quantized=source.quantized, half=half)
+    graph = lower(compose(pieces, routers.arrays()))
     manifest = make_manifest(source, routers, TideConfig(), pieces, graph, length, half)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
+        save_batch_networks(temporary, pieces, routers.arrays(), None, None, lower)
         write_manifest(temporary, manifest)
 
 
@@ -74,7 +78,7 @@ def make_graphs(arguments: argparse.Namespace, folder: Path) -> list[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     half = arguments.weights if arguments.weights in OP_HALF_MATMUL else None
-    names = [PLAIN, BRANCHED, *([FLOAT32] if half else [])]
+    names = [PLAIN, SEGMENTED, *([FLOAT32] if half else [])]
     note = folder / "options.json"
     options = json.dumps([str(arguments.model.resolve()), arguments.weights, arguments.checkpoints])
     if note.exists():
@@ -92,7 +96,9 @@ def make_graphs(arguments: argparse.Namespace, folder: Path) -> list[str]:
     checkpoints = config.resolve_checkpoints(source.num_layers)
     sizes = config.router_bottleneck_dim, config.router_shortlist
     for name in names:
-        routers = random_routers(source, checkpoints, tokens(64, source), *sizes) if name == BRANCHED else RouterSet({})
+        routers = RouterSet({})
+        if name == SEGMENTED:
+            routers = random_routers(source, checkpoints, tokens(64, source), *sizes)
         export_graph(source, routers, folder / FOLDERS[name], None if name == FLOAT32 else half)
     note.write_text(options)
     return names
@@ -152,7 +158,7 @@ def load_cases(folder: Path, arguments: argparse.Namespace, names: list[str], de
         engine = load(folder / FOLDERS[name], "cpu", arguments.threads, verify=False)
         context = tokens(arguments.context, engine)
         cases[name] = DecodeSteps(engine, context).deep_run(1)
-        if name == BRANCHED:
+        if name == SEGMENTED:
             cases[ALL_EXIT] = DecodeSteps(engine, context).first_exit
             cases |= {f"deep run over {count}": DecodeSteps(engine, context).deep_run(count) for count in deep}
     return cases
