@@ -109,7 +109,7 @@ def test_the_installed_command_prints_its_version():
         (["tone", "x"], "invalid choice: 'tone'"),
         (["tune", "x"], "--dataset"),
         (["export", MODEL], "-o/--output"),
-        (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not auto, nor a list of layer counts"),
+        (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not auto or none, nor a list of layer counts"),
         (["calibrate", MODEL, "-o", "x", "--class-balance", "maybe"], "'maybe' is not yes or no"),
         (["calibrate", MODEL, "-o", "x", "--device-map", "cuda"], "invalid choice: 'cuda'"),
         (["export", MODEL, "-o", "x", "--checkpoint", "3"], "unrecognized arguments: --checkpoint"),

@@ -12,17 +12,20 @@ import pytest
 import torch
 from families import build
 
+from tide_export.bundle.auto_mode import sentence
+from tide_export.bundle.inspect import describe, render
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, GraphError, ModelError, RouterFileError, UnsupportedModelError
 from tide_export.model.source import load_model
 from tide_export.pipeline import flow as pipeline
+from tide_export.pipeline.calibrate import calibrate
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router import Router
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
 from tide_export.verify.oracle import oracle
-from tide_export.verify.parity import check_exit
+from tide_export.verify.parity import check_exit, check_full
 
 CONFIG = TideConfig(checkpoints=(3, 6, 9), min_layers=3)
 
@@ -119,6 +122,30 @@ def test_a_graph_that_differs_from_the_model_is_not_put_in_place(
     with pytest.raises(GraphError, match="does not equal the model"):
         pipeline.export(str(demo_model), tmp_path / "out", routers=routers, config=CONFIG)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_without_checkpoints_calibrates_nothing(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "calibrate_for_bundle", lambda *_: pytest.fail("routers were calibrated"))
+    config = TideConfig(checkpoints="none")
+    engine = load(pipeline.export(str(small_model), tmp_path / "out", config=config), provider="cpu", threads=1)
+    prompt, source = [5, 9, 5, 9, 5], load_model(str(small_model))
+    full = check_full(engine, source, [prompt], 12)
+    assert full.holds, full.differences
+    options = {"temperature": 0.8, "seed": 3, "max_new_tokens": 12, "stop_token_ids": []}
+    drafted = engine.generate(prompt, mode="lossless", prompt_lookup=4, **options)
+    assert drafted.tokens == engine.generate(prompt, mode="full", **options).tokens
+    assert "no checkpoints, so no token exits" in sentence(engine.manifest.auto)
+    assert "exits      none: the bundle has no checkpoints" in render(describe(tmp_path / "out"))
+
+
+def test_no_checkpoints_and_routers_are_refused(tmp_path: Path, small_model: Path, routers: Path) -> None:
+    config = TideConfig(checkpoints="none")
+    with pytest.raises(ConfigError, match="routers are for checkpoints, and --checkpoints is none"):
+        pipeline.export(str(small_model), tmp_path / "out", routers=routers, config=config)
+    with pytest.raises(ConfigError, match="--checkpoints none is for export alone"):
+        calibrate(str(small_model), tmp_path / "routers.safetensors", config)
 
 
 def test_tides_own_router_file_exports_and_follows_the_oracle(tmp_path: Path, demo_model: Path, demo_text_ids) -> None:

@@ -176,8 +176,7 @@ def render(described: dict[str, Any]) -> str:
         + (f", {size(described['state_bytes'])} of recurrent states per sequence" if described["state_bytes"] else ""),
         *_adapters(described["lora"]),
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
-        f"exits      from {described['min_layers']} layers on; "
-        f"at most {described['max_pending']} tokens are pending before a segment runs",
+        f"exits      {_exits(described)}",
         f"mode auto  {_auto(described['auto'])}",
         f"drafter    {_drafter(described['drafter'])}",
         f"company    {_company(described)}",
@@ -283,10 +282,17 @@ def _segment_row(segment: dict[str, Any]) -> list[object]:
     return [segment["segment"], layers, f"{segment['checkpoint']} layers", note]
 
 
+def _exits(described: dict[str, Any]) -> str:
+    if len(described["segments"]) == 1:
+        return "none: the bundle has no checkpoints"
+    limit = f"at most {described['max_pending']} tokens are pending before a segment runs"
+    return f"from {described['min_layers']} layers on; {limit}"
+
+
 def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
     """Formats the calibration record: a line per plain field, and a table of the report per checkpoint."""
     if not record:
-        return ["calibration  none recorded (routers from elsewhere)"]
+        return ["calibration  none recorded (no checkpoints, or routers from elsewhere)"]
     lines = ["calibration"]
     for key, value in record.items():
         if key != REPORT and isinstance(value, str | int | float):

@@ -33,7 +33,7 @@ class Settings(BaseModel):
             name, *inside = first["loc"]
             # For a union, pydantic has a message per member, with the member's name.
             union = bool(inside) and isinstance(inside[0], str)
-            reason = "must be auto, or a list of layer counts" if union and name == "checkpoints" else first["msg"]
+            reason = "must be auto, none, or a list of layer counts" if union and name == "checkpoints" else first["msg"]
             raise ConfigError(f"option {name}: {reason} (got {given.get(str(name), first.get('input'))!r})") from None
 
 
@@ -41,10 +41,10 @@ class TideConfig(Settings):
     """Calibration and export settings (TIDE: Token-Informed Depth Execution, 0.2.1, `config.py`)."""
 
     checkpoint_interval: int = Field(4, ge=1, description="layers between checkpoints")
-    checkpoints: Literal["auto"] | tuple[int, ...] | None = Field(
+    checkpoints: Literal["auto", "none"] | tuple[int, ...] | None = Field(
         None,
-        description="layers run at each checkpoint, such as 3,6,9, or auto: a few that save time; overrides "
-        "checkpoint_interval",
+        description="layers run at each checkpoint, such as 3,6,9, or auto: a few that save time; none, of an export: "
+        "nothing is calibrated and no token exits; overrides checkpoint_interval",
     )
     exit_threshold: float = Field(0.85, ge=0.0, le=1.0, description="a token exits when its score is above this")
     epsilon: float = Field(0.02, ge=0.0, lt=1.0, description="share of tokens that mode auto may change; 0: none")
@@ -157,6 +157,8 @@ class TideConfig(Settings):
             ConfigError: none fits, or a given one lies outside 1 .. num_layers-1 or is repeated.
         """
         assert self.checkpoints != "auto"
+        if self.checkpoints == "none":
+            return ()
         if self.checkpoints is None:
             points = tuple(range(self.checkpoint_interval, num_layers, self.checkpoint_interval))
             if not points:

@@ -53,12 +53,12 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def _layers(text: str) -> str | tuple[int, ...]:
-    if text == "auto":
+    if text in ("auto", "none"):
         return text
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not auto, nor a list of layer counts such as 3,6,9") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto or none, nor a list of layer counts such as 3,6,9") from None
 
 
 def _shown(default: Any) -> str:

@@ -49,6 +49,8 @@ def calibrate(
         TideError: a stage failed; nothing is written.
     """
     config, target = config or TideConfig(), Path(output)
+    if config.checkpoints == "none":
+        raise ConfigError("routers are fitted at checkpoints: --checkpoints none is for export alone")
     _check_router_path(target)
     if report is not None:
         check_report_path(Path(report))

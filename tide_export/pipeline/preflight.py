@@ -29,11 +29,19 @@ BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int4": 4}  # per weight; others have 
 def given_routers(request: ExportRequest) -> RouterSet | None:
     """Loads the router file and checks that the text exists, before the model is loaded for minutes.
 
+    Returns:
+        The routers, none of them for an export without checkpoints; None: they are to be calibrated.
+
     Raises:
+        ConfigError: there are routers, and no checkpoints.
         RouterFileError: the router file cannot be read.
         DatasetError: a file of text or prompts does not exist.
     """
     routers = None if request.routers is None else RouterSet.load(request.routers)
+    if request.config.checkpoints == "none":
+        if routers is not None:
+            raise ConfigError("routers are for checkpoints, and --checkpoints is none: omit one of them")
+        routers = RouterSet({})
     if routers is None or request.reads_text_for_weights:
         find_text(request.config if routers is None else request.config.model_copy(update={"self_generated": None}))
     return routers
@@ -73,7 +81,7 @@ def check_source(
     if routers is not None:
         routers.check(source, request.routers or "")
     checkpoints = routers.checkpoints if routers is not None else planned_checkpoints(request.config, source.num_layers)
-    if request.flavour is not None and request.flavour.has_plugins:
+    if checkpoints and request.flavour is not None and request.flavour.has_plugins:
         _check_plugin(request, exit_sizes(source, request.config, routers))
     _check_space(source, request, folder)
     if routers is None and Processes.current().count > 1:
@@ -168,7 +176,7 @@ def check_text(source: SourceModel, request: ExportRequest) -> None:
 
 
 def warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None:
-    if checkpoints[-1] < min_layers:
+    if checkpoints and checkpoints[-1] < min_layers:
         logger.warning(
             "no token can exit by default: min_layers is %d but the last checkpoint comes after layer %d; "
             "lower --min-layers, or give min_layers when generating",

@@ -123,6 +123,8 @@ class RouterSet:
         Raises:
             RouterFileError: they belong to a model of another depth, width or weights.
         """
+        if not self.checkpoints:
+            return
         if self.checkpoints[-1] >= source.num_layers:
             raise RouterFileError(
                 f"router file {path} has a checkpoint after layer {self.checkpoints[-1]} but {source.name} has "

@@ -56,6 +56,8 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode |
     Returns:
         Mode `auto`; None if the routers have no `calibration.operating_points`.
     """
+    if not manifest.checkpoints:
+        return _unmeasured(manifest, epsilon, None, "the bundle has no checkpoints, so no token exits")
     if "operating_points" not in (manifest.calibration or {}):
         return None
     point, reason = None, ""

@@ -48,7 +48,7 @@ def oracle(
     for layers in checkpoints:
         rule.decide(layers, states.raw[layers])
     chosen = torch.where(rule.exited[..., None], rule.chosen, source.normalize(states.raw[depth]))
-    scores = torch.stack(rule.scores, dim=-1)[0]
+    scores = torch.stack(rule.scores, dim=-1)[0] if checkpoints else torch.zeros(ids.shape[1], 0)
     return OracleOutput(source.head(chosen)[0], rule.exit_layers[0], scores, states.logits[0])
 
 
