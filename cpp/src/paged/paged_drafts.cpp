@@ -32,76 +32,44 @@ DrafterNetwork::DrafterNetwork(Bundle const& bundle, std::optional<std::int64_t>
 PagedDrafts::PagedDrafts(DrafterNetwork& network, std::size_t slots)
     : network_(network),
       binding_(network.session_),
-      pages_(binding_, network.manifest_, *network.pool_, {0}, {0}, {}, nullptr),
+      inputs_(binding_, network.manifest_, *network.pool_, {0}, {0}, {}, nullptr),
       sequences_(slots) {}
 
 std::vector<DraftResult> PagedDrafts::run(std::vector<SlotDraft> const& drafts) {
-  std::int64_t rows = 0;
-  auto const count = static_cast<std::int64_t>(drafts.size());
-  for (SlotDraft const& draft : drafts) rows += static_cast<std::int64_t>(draft.rows.ids.size());
-  auto const width = static_cast<std::int64_t>(network_.info_.width);
-  auto const tokens = static_cast<std::int64_t>(network_.info_.tokens.size());
-  if (rows != rows_ || count != count_) {
-    rows_ = -1;  // in case of an exception
-    bind(names::kInputIds, ids_, {1, rows}, true);
-    bind(names::kHiddenStates, states_, {1, rows, width}, true);
-    bind(names::kPositionIds, positions_, {1, rows}, true);
-    bind(names::kLastTokens, last_, {count}, true);
-    bind(names::kSequenceStarts, starts_, {count + 1}, true);
-    bind(names::kLogits, logits_, {count, tokens}, false);
-    bind(names::kNewHiddenStates, next_states_, {count, width}, false);
-    rows_ = rows;
-    count_ = count;
-  }
-  pages_.clear();
-  auto id = ids_.begin();
-  auto position = positions_.begin();
-  auto state = states_.begin();
-  std::int64_t end = 0;
-  for (std::size_t i = 0; i < drafts.size(); ++i) {
-    DraftRows const& added = drafts[i].rows;
-    std::unique_ptr<PagedSequence>& sequence = sequences_[drafts[i].slot];
+  inputs_.clear();
+  ids_.clear();
+  states_.clear();
+  for (SlotDraft const& draft : drafts) {
+    DraftRows const& added = draft.rows;
+    std::unique_ptr<PagedSequence>& sequence = sequences_[draft.slot];
     if (!sequence) sequence = std::make_unique<PagedSequence>(network_.manifest_, *network_.pool_, ExitRule{});
     if (sequence->length() > added.before) sequence->rewind(added.before);
-    pages_.add(*sequence, sequence->reserve(added.ids.size()));
-    id = std::copy(added.ids.begin(), added.ids.end(), id);
-    state = std::copy(added.states.begin(), added.states.end(), state);
-    for (std::size_t row = 0; row < added.ids.size(); ++row) {
-      *position++ = added.before + static_cast<std::int64_t>(row);
-    }
-    starts_[i] = end;
-    end += static_cast<std::int64_t>(added.ids.size());
-    last_[i] = end - 1;
+    std::int64_t const total = sequence->reserve(added.ids.size());
+    inputs_.add(*sequence, static_cast<std::int64_t>(added.ids.size()), total, 1);
+    ids_.insert(ids_.end(), added.ids.begin(), added.ids.end());
+    states_.insert(states_.end(), added.states.begin(), added.states.end());
   }
-  starts_.back() = end;
-  pages_.bind();
+  inputs_.bind();
+  std::size_t const count = drafts.size(), width = network_.info_.width, tokens = network_.info_.tokens.size();
+  logits_.resize(count * tokens);
+  next_states_.resize(count * width);
+  auto const rows = static_cast<std::int64_t>(count), states = static_cast<std::int64_t>(width);
   try {
+    binding_.BindInput(names::kInputIds, view(memory_, ids_.data(), {1, inputs_.tokens()}));
+    binding_.BindInput(names::kHiddenStates, view(memory_, states_.data(), {1, inputs_.tokens(), states}));
+    binding_.BindOutput(names::kLogits, view(memory_, logits_.data(), {rows, static_cast<std::int64_t>(tokens)}));
+    binding_.BindOutput(names::kNewHiddenStates, view(memory_, next_states_.data(), {rows, states}));
     network_.session_.Run(run_options_, binding_);
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed in the drafter: " + first_line(error));
   }
   std::vector<DraftResult> results;
-  for (std::int64_t i = 0; i < count; ++i) {
-    DraftRows const& added = drafts[static_cast<std::size_t>(i)].rows;
-    sequences_[drafts[static_cast<std::size_t>(i)].slot]->lengths[0] =
-        added.before + static_cast<std::int64_t>(added.ids.size());
+  for (std::size_t i = 0; i < count; ++i) {
+    DraftRows const& added = drafts[i].rows;
+    sequences_[drafts[i].slot]->lengths[0] = added.before + static_cast<std::int64_t>(added.ids.size());
     results.push_back({logits_.data() + i * tokens, next_states_.data() + i * width});
   }
   return results;
-}
-
-template <typename T>
-void PagedDrafts::bind(char const* name, std::vector<T>& values, std::vector<std::int64_t> const& shape,
-                       bool is_input) {
-  std::size_t size = 1;
-  for (std::int64_t const dim : shape) size *= static_cast<std::size_t>(dim);
-  values.resize(size);
-  Ort::Value const value = view(memory_, values.data(), shape);
-  if (is_input) {
-    binding_.BindInput(name, value);
-  } else {
-    binding_.BindOutput(name, value);
-  }
 }
 
 }  // namespace tide

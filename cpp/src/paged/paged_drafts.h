@@ -43,17 +43,13 @@ class PagedDrafts final : public Drafts {
   void leave(std::size_t slot) noexcept override { sequences_[slot].reset(); }
 
  private:
-  template <typename T>
-  void bind(char const* name, std::vector<T>& values, std::vector<std::int64_t> const& shape, bool is_input);
-
   DrafterNetwork& network_;
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;
-  PageBindings pages_;
+  SequenceInputs inputs_;
   std::vector<std::unique_ptr<PagedSequence>> sequences_;  // by slot; null: it has no rows
-  std::int64_t rows_ = -1, count_ = -1;                    // that the buffers are bound for
-  std::vector<std::int64_t> ids_, positions_, starts_, last_;
+  std::vector<std::int64_t> ids_;
   std::vector<float> states_, logits_, next_states_;
 };
 

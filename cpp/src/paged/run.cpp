@@ -24,7 +24,7 @@ std::vector<std::size_t> layers_read(Manifest const& manifest, std::size_t k) {
 
 }  // namespace
 
-PageBindings::PageBindings(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
+SequenceInputs::SequenceInputs(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
                            std::vector<std::size_t> const& read, std::vector<std::size_t> const& written,
                            std::vector<std::size_t> const& states, Adapters const* adapters)
     : binding_(binding), has_states_(!states.empty()), has_adapters_(adapters != nullptr) {
@@ -45,20 +45,26 @@ PageBindings::PageBindings(Ort::IoBinding& binding, Manifest const& manifest, Pa
   }
 }
 
-void PageBindings::clear() {
+void SequenceInputs::clear() {
   if (!whole_) bound_ = 0;  // what was added last may have moved the memory that is bound, without a `bind` after it
   whole_ = false;
+  sequences_.clear();
+  positions_.clear();
+  starts_.assign(1, 0);
+  last_tokens_.clear();
   lengths_.clear();
   places_.clear();
   adapters_.clear();
-  sequences_.clear();
 }
 
-void PageBindings::add(PagedSequence const& sequence, std::int64_t total) {
+void SequenceInputs::add(PagedSequence const& sequence, std::int64_t count, std::int64_t total, std::int64_t logits) {
+  sequences_.push_back(&sequence);
+  for (std::int64_t i = total - count; i < total; ++i) positions_.push_back(i);
+  starts_.push_back(tokens());
+  for (std::int64_t i = tokens() - logits; i < tokens(); ++i) last_tokens_.push_back(i);
   lengths_.push_back(total);
   places_.insert(places_.end(), {sequence.place(), sequence.settled});
   adapters_.push_back(sequence.adapter);
-  sequences_.push_back(&sequence);
 }
 
 // Whether each page that a run may write is of one sequence alone.
@@ -72,21 +78,26 @@ void PageBindings::add(PagedSequence const& sequence, std::int64_t total) {
   return std::adjacent_find(written.begin(), written.end()) == written.end();
 }
 
-void PageBindings::bind() {
+void SequenceInputs::bind() {
   assert(writes_no_page_twice(sequences_));
   std::size_t longest = 0;
   for (PagedSequence const* const sequence : sequences_) longest = std::max(longest, sequence->pages().size());
   std::size_t const count = sequences_.size();
-  if (count != bound_ || longest > width_) {
+  if (count != bound_ || longest > width_ || tokens() != bound_tokens_ || logits() != bound_logits_) {
     bound_ = 0;                                        // in case of an exception
-    width_ = std::max(longest + longest / 2, width_);  // not to be bound anew for every page
+    width_ = longest > width_ ? longest + longest / 2 : width_;  // not to be bound anew for every page
     table_.resize(std::max(table_.size(), count * width_));
     auto const rows = static_cast<std::int64_t>(count);
-    binding_.BindInput(names::kSequenceLengths, view(memory_, lengths_.data(), {rows}));
-    binding_.BindInput(names::kPageTable, view(memory_, table_.data(), {rows, static_cast<std::int64_t>(width_)}));
-    if (has_adapters_) binding_.BindInput(names::kAdapters, view(memory_, adapters_.data(), {rows}));
-    if (has_states_) binding_.BindInput(names::kStatePlaces, view(memory_, places_.data(), {rows, 2}));
+    bind_input(names::kPositionIds, positions_, {1, tokens()});
+    bind_input(names::kSequenceStarts, starts_, {rows + 1});
+    bind_input(names::kLastTokens, last_tokens_, {logits()});
+    bind_input(names::kSequenceLengths, lengths_, {rows});
+    bind_input(names::kPageTable, table_, {rows, static_cast<std::int64_t>(width_)});
+    if (has_adapters_) bind_input(names::kAdapters, adapters_, {rows});
+    if (has_states_) bind_input(names::kStatePlaces, places_, {rows, 2});
     bound_ = count;
+    bound_tokens_ = tokens();
+    bound_logits_ = logits();
   }
   auto row = table_.begin();
   for (PagedSequence const* const sequence : sequences_) {
@@ -105,59 +116,39 @@ NetworkRun::NetworkRun(Networks& networks, Manifest const& manifest, PagePool co
       exit_size_(static_cast<std::int64_t>(networks.exit_size())),
       draft_size_(has_next_ ? 0 : static_cast<std::int64_t>(networks.draft_size())),
       binding_(session_),
-      pages_(binding_, manifest, pool, layers_read(manifest, k), kv_written(manifest, k),
+      inputs_(binding_, manifest, pool, layers_read(manifest, k), kv_written(manifest, k),
              states_of(manifest, layers_of(manifest, k)),
              adapts(manifest, layers_of(manifest, k)) ? &adapters : nullptr) {}
 
 void NetworkRun::run(std::vector<Part> const& parts, std::int64_t* ids) {
-  std::int64_t const tokens = prepare(parts);
-  run_on(names::kInputIds, view(memory_, ids, {1, tokens}));
+  prepare(parts);
+  run_on(names::kInputIds, view(memory_, ids, {1, inputs_.tokens()}));
 }
 
 void NetworkRun::run(std::vector<Part> const& parts, float* states) {
-  std::int64_t const tokens = prepare(parts);
-  run_on(names::kHiddenStates, view(memory_, states, {1, tokens, hidden_size_}));
+  prepare(parts);
+  run_on(names::kHiddenStates, view(memory_, states, {1, inputs_.tokens(), hidden_size_}));
 }
 
-// Writes the inputs that describe the sequences. Returns the number of tokens.
-std::int64_t NetworkRun::prepare(std::vector<Part> const& parts) {
-  std::int64_t tokens = 0, logits = 0;
-  for (Part const& part : parts) {
-    tokens += part.count;
-    logits += part.logits;
-  }
-  if (tokens != tokens_ || logits != logits_ || parts.size() + 1 != starts_.size()) {
-    allocate(tokens, logits, parts.size());
-  }
-  pages_.clear();
-  auto position = positions_.begin();
-  auto last = last_tokens_.begin();
-  auto threshold = thresholds_.begin();
-  auto start = starts_.begin();
-  std::int64_t end = 0;
-  *start++ = 0;
-  for (Part const& part : parts) {
-    pages_.add(*part.sequence, part.total);
-    *start++ = end += part.count;
-    for (std::int64_t i = part.total - part.count; i < part.total; ++i) *position++ = i;
-    if (has_next_) *threshold++ = part.threshold;
-    for (std::int64_t i = end - part.logits; i < end; ++i) *last++ = i;
-  }
-  pages_.bind();
-  return tokens;
+// Writes the inputs that describe the sequences, and binds memory for the outputs.
+void NetworkRun::prepare(std::vector<Part> const& parts) {
+  inputs_.clear();
+  for (Part const& part : parts) inputs_.add(*part.sequence, part.count, part.total, part.logits);
+  if (inputs_.tokens() != tokens_ || inputs_.logits() != logits_) allocate();
+  for (std::size_t i = 0; i < thresholds_.size(); ++i) thresholds_[i] = parts[i].threshold;
+  inputs_.bind();
 }
 
-void NetworkRun::allocate(std::int64_t tokens, std::int64_t logits, std::size_t sequences) {
+void NetworkRun::allocate() {
+  std::int64_t const tokens = inputs_.tokens(), logits = inputs_.logits();
   tokens_ = logits_ = -1;  // in case of an exception
-  bind_input(names::kPositionIds, positions_, {1, tokens});
-  bind_input(names::kSequenceStarts, starts_, {static_cast<std::int64_t>(sequences) + 1});
-  bind_input(names::kLastTokens, last_tokens_, {logits});
   bind_output(names::kExitStates, exit_states, {logits, exit_size_});
   if (draft_size_ > 0) bind_output(names::kDraftStates, draft_states, {1, tokens, draft_size_});
   if (has_next_) {
     bind_output(names::kNewHiddenStates, hidden, {1, tokens, hidden_size_});
-    bind_input(names::kSlotThresholds, thresholds_, {logits, 1});
     bind_output(names::kRouterScore, scores, {logits, 1});
+    thresholds_.resize(static_cast<std::size_t>(logits));
+    binding_.BindInput(names::kSlotThresholds, view(memory_, thresholds_.data(), {logits, 1}));
   }
   tokens_ = tokens;
   logits_ = logits;
@@ -170,12 +161,6 @@ void NetworkRun::run_on(char const* input, Ort::Value const& value) {
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed in " + name_ + ": " + first_line(error));
   }
-}
-
-template <typename T>
-void NetworkRun::bind_input(char const* name, std::vector<T>& values, std::vector<std::int64_t> const& shape) {
-  values.resize(size_of(shape));
-  binding_.BindInput(name, view(memory_, values.data(), shape));
 }
 
 void NetworkRun::bind_output(char const* name, std::vector<float>& values, std::vector<std::int64_t> const& shape) {

@@ -21,32 +21,41 @@ struct Part {
   float threshold;      // for its score, which is of one position; not read by the last segment
 };
 
-// The inputs by which a network finds the pages and recurrent states of sequences, and its bindings to the pool.
-class PageBindings {
+// The inputs that say which tokens of which sequences a run is over, and its bindings to the pool.
+class SequenceInputs {
  public:
   // Binds the pages of the layers that are read and written, and the states of these numbers, to the memory of `pool`;
   // adapters: those that the network reads, or null.
-  PageBindings(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
-               std::vector<std::size_t> const& read, std::vector<std::size_t> const& written,
-               std::vector<std::size_t> const& states, Adapters const* adapters);
+  SequenceInputs(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
+                 std::vector<std::size_t> const& read, std::vector<std::size_t> const& written,
+                 std::vector<std::size_t> const& states, Adapters const* adapters);
 
-  // Adds the next sequence, with its tokens after the run.
-  void add(PagedSequence const& sequence, std::int64_t total);
+  // Adds the next sequence: its last `count` tokens of `total`, the last `logits` of which give outputs.
+  void add(PagedSequence const& sequence, std::int64_t count, std::int64_t total, std::int64_t logits);
 
   void bind();   // after the last sequence; in a debug build, checks that no page would be written twice
   void clear();  // before the first one
 
+  std::int64_t tokens() const { return static_cast<std::int64_t>(positions_.size()); }
+  std::int64_t logits() const { return static_cast<std::int64_t>(last_tokens_.size()); }
+
  private:
+  template <typename T>
+  void bind_input(char const* name, std::vector<T>& values, std::vector<std::int64_t> const& shape) {
+    binding_.BindInput(name, view(memory_, values.data(), shape));
+  }
+
   Ort::IoBinding& binding_;
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
-  std::vector<std::int64_t> lengths_;
   std::vector<PagedSequence const*> sequences_;
+  std::vector<std::int64_t> positions_, starts_, last_tokens_, lengths_;
   std::vector<Page> table_;
   bool const has_states_, has_adapters_;
   std::vector<std::int64_t> places_;  // of states, and tokens that are settled
   std::vector<std::int64_t> adapters_;
-  std::size_t bound_ = 0, width_ = 0;  // sequences and pages of each that are bound
-  bool whole_ = false;                 // whether `bind` has ended since `clear`
+  std::size_t bound_ = 0, width_ = 0;               // sequences and pages of each that are bound
+  std::int64_t bound_tokens_ = 0, bound_logits_ = 0;
+  bool whole_ = false;                              // whether `bind` has ended since `clear`
 };
 
 class NetworkRun {
@@ -68,12 +77,9 @@ class NetworkRun {
   std::vector<float> draft_states;  // [N, H], what the drafter reads, if the last segment gives it; else empty
 
  private:
-  std::int64_t prepare(std::vector<Part> const& parts);
-  void allocate(std::int64_t tokens, std::int64_t logits, std::size_t sequences);
+  void prepare(std::vector<Part> const& parts);
+  void allocate();
   void run_on(char const* input, Ort::Value const& value);
-
-  template <typename T>
-  void bind_input(char const* name, std::vector<T>& values, std::vector<std::int64_t> const& shape);
   void bind_output(char const* name, std::vector<float>& values, std::vector<std::int64_t> const& shape);
 
   Ort::Session& session_;
@@ -83,9 +89,8 @@ class NetworkRun {
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;
-  PageBindings pages_;
-  std::int64_t tokens_ = -1, logits_ = -1;  // that the buffers are bound for
-  std::vector<std::int64_t> last_tokens_, positions_, starts_;
+  SequenceInputs inputs_;
+  std::int64_t tokens_ = -1, logits_ = -1;  // that the outputs are bound for
   std::vector<float> thresholds_;
 };
 
