@@ -1,4 +1,4 @@
-"""Manifests that parsers of JSON take differently are refused in the same sentence in Python and in the library.
+"""Manifests that parsers of JSON take differently; the library reads each that the package reads.
 
 Mutated ones are a target of fuzzing by coverage (targets.py).
 """

@@ -1,5 +1,5 @@
 """Every way in which a bundle is damaged is one sentence: of the library, which programs in C and C++ load it with, and
-of the package, which reads it first. Networks for batches are looked at when the first list needs them."""
+of the package, which reads it first and also refuses damage that the library has no use for."""
 
 import hashlib
 import json
@@ -161,7 +161,6 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         "has schema 'tide_export.bundle/99' but this release reads 'tide_export.bundle/11'",
     ),
     "missing field": (field("model", "vocab_size", value=...), r"field 'model\.vocab_size' is missing"),
-    "unknown field": (field("colour", value="red"), "field 'colour' is unknown"),
     "wrong type": (field("max_pending", value="4"), "field 'max_pending' must be a whole number, not \"4\""),
     "outside": (
         rewritten(lambda data: data["files"].update({"../x": data["files"]["model.onnx"]})),
@@ -204,6 +203,25 @@ def test_bundles_are_refused(tiny: TinyModel, tmp_path: Path, reader: str, name:
     with pytest.raises(BundleError, match=sentence) as error:
         READERS[reader](bundle)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (field("colour", value="red"), "field 'colour' is unknown"),
+        (field("model", "name", value=...), r"field 'model\.name' is missing"),
+        (field("targets", value=["abacus"]), "field 'targets' must be some of"),
+        (field("files", "model.onnx", value=...), r"field 'files' does not list model\.onnx"),
+    ],
+)
+def test_the_library_ignores_fields_that_it_has_no_use_for(
+    tiny: TinyModel, tmp_path: Path, damage: Damage, sentence: str
+) -> None:
+    bundle = tiny.write(tmp_path / "bundle")
+    damage(bundle)
+    assert by_the_library(bundle)
+    with pytest.raises(BundleError, match=sentence):
+        load(bundle)
 
 
 def test_weights_in_a_file_of_their_own(tiny: TinyModel, tmp_path: Path) -> None:

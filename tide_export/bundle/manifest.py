@@ -183,7 +183,7 @@ class Manifest:
         """Parses a manifest strictly.
 
         Every field except those of `OMITTED` must be present, of its type and in range; other fields are refused. The
-        C++ runtime accepts and refuses the same texts, with the same sentences (tests/fuzz/test_fuzz_manifest.py).
+        C++ runtime reads each text that is accepted here, and checks of it what it uses (`Manifest::from_json`).
 
         Raises:
             BundleError: the text is refused; the message names `source` and the field.
@@ -289,7 +289,7 @@ def _check(manifest: Manifest, source: str) -> None:
         check_drafter(manifest.drafter, model.weights_sha256, model.vocab_size, model.num_layers, require)
     _check_networks(manifest, require)
     _check_quantization(manifest, require)
-    for name, info in sorted(manifest.files.items()):
+    for name, info in manifest.files.items():
         where = f"files.{shown_name(name)}"
         require(_is_inside(name), where, "is not a path inside the bundle")
         require(info.size >= 0, f"{where}.size", "must be 0 or more")
@@ -354,13 +354,13 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         if engines.built is not None:
             names = set(engines.built) - ({DRAFTER} if engine_file(DRAFTER) in manifest.files else set())
             require(names == set(parts), "engines.built", "must have one entry per engine")
-            for name, built in sorted(engines.built.items()):
+            for name, built in engines.built.items():
                 fused, attentions = built.fused_attention_layers, built.attention_layers
                 numbers = (built.weights_bytes, built.activation_bytes, built.layers, fused)
                 require(min(numbers) >= 0, f"engines.built.{name}", "holds a negative value")
                 where = f"engines.built.{name}.fused_attention_layers"
                 require(fused <= attentions, where, "must be at most attention_layers")
-        for name, copied in sorted((engines.copied or {}).items()):
+        for name, copied in (engines.copied or {}).items():
             is_engine = name in parts or (name == DRAFTER and engine_file(DRAFTER) in manifest.files)
             where = f"engines.copied.{shown_name(name)}"
             require(is_engine and copied >= 1, where, "must be an engine's bytes, 1 or more")

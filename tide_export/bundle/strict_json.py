@@ -1,8 +1,4 @@
-"""Reads JSON into dataclasses strictly: bounded size and depth, every field present and of its type.
-
-cpp/src/bundle/fields.cpp does the same for the C++ runtime: both accept the same texts, and refuse the others in the
-same order with the same sentences. So objects are read in the order of their keys, and values are shown as ASCII.
-"""
+"""Reads JSON into dataclasses strictly: bounded size and depth, every field present and of its type."""
 
 import json
 from collections.abc import Sequence
@@ -110,8 +106,7 @@ def _parse(kind: Any, value: Any, source: str, where: str, omitted: Sequence[str
         if not isinstance(value, dict):
             raise wrong("an object")
         item = get_args(kind)[1]
-        parsed = {key: _parse(item, value[key], source, f"{where}.{shown_name(key)}") for key in sorted(value)}
-        return {key: parsed[key] for key in value}
+        return {key: _parse(item, entry, source, f"{where}.{shown_name(key)}") for key, entry in value.items()}
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise wrong("a list")

@@ -11,7 +11,6 @@ namespace tide {
 
 // The source model.
 struct ModelInfo {
-  std::string name;          // as given to the export: a hub id or a folder
   std::string architecture;  // e.g. "LlamaForCausalLM"
   std::string weights_sha256;
   std::int64_t num_layers = 0;
@@ -73,7 +72,6 @@ struct Drafting {
 
 // A drafter, whose network is drafter.onnx.
 struct DrafterInfo {
-  std::string weights_sha256;           // of the model that it was trained for, as `ModelInfo::weights_sha256`
   std::string tokens;                   // ids that it can propose, ascending: "0-3,7"
   std::vector<double> acceptance;       // share of its drafts that are accepted, by confidence
   std::int64_t max_tokens = 0;          // rows of a sequence, after which its K/V start again
@@ -99,30 +97,19 @@ struct NetworksInfo {
   std::int64_t exit_size = 0;        // width of the states that the head reads
   std::int64_t max_batch_size = 0;   // maximum sequences of one run
   std::int64_t max_slot_tokens = 0;  // maximum tokens of each sequence in a run over several
-  std::optional<std::string> matrices;     // precision of the layers' matrices: "int4" or "fp8"; none: as `weights`
   std::optional<EmbeddingInfo> embedding;  // none: each network that reads it holds a copy
 };
 
-// An optimization profile: minimum, optimum and maximum tokens of each sequence in a run, and the maximum of sequences.
+// An optimization profile: minimum and maximum tokens of each sequence in a run, and the maximum of sequences.
 struct Profile {
   std::string name;
-  std::int64_t min_tokens = 0, opt_tokens = 0, max_tokens = 0, batch_size = 0;
+  std::int64_t min_tokens = 0, max_tokens = 0, batch_size = 0;
 };
 
-// The plugin library that engines were built with, and the engines that hold its plugins.
+// The plugin library that engines were built with.
 struct PluginsInfo {
-  std::string version;               // release of tide_export; engines load only with that release's library
-  std::string sha256;                // of the library's file
-  std::vector<std::string> engines;  // by name: segment_00, ...
-};
-
-// The builder's report on one engine.
-struct BuiltEngine {
-  std::int64_t weights_bytes = 0;           // of GPU memory
-  std::int64_t activation_bytes = 0;        // of workspace, for the largest profile
-  std::int64_t layers = 0;                  // kernels, of all profiles
-  std::int64_t attention_layers = 0;        // of the network
-  std::int64_t fused_attention_layers = 0;  // of these, in every profile; the others are several kernels
+  std::string version;  // release of tide_export; engines load only with that release's library
+  std::string sha256;   // of the library's file
 };
 
 // The TensorRT engines built from those networks.
@@ -132,9 +119,7 @@ struct EnginesInfo {
   std::vector<std::string> compute_capabilities;  // of the GPUs they run on, such as "8.9"; empty: the flavour's
   std::string weights_sha256;                     // of the source model, as `ModelInfo::weights_sha256`
   std::vector<Profile> profiles;
-  double seconds = 0;                  // duration of the build
   std::optional<PluginsInfo> plugins;  // none: built from the functions' bodies instead
-  std::optional<std::map<std::string, BuiltEngine>> built;  // by network; none: built by an earlier release
   // By network: bytes that a run over one sequence copies instead of updating them in place.
   std::map<std::string, std::int64_t> copied;
 };
@@ -145,15 +130,12 @@ struct FileInfo {
   std::string sha256;     // hex
 };
 
-// Mode "auto": the fastest mode that changes at most a share `epsilon` of the tokens, measured on one machine by
+// Mode "auto": the fastest mode that changes at most a share of the tokens, measured on one machine by
 // `tide-export export` and `tune`.
 struct AutoMode {
   std::string mode;                // "full", "exit" or "lossless"
   std::vector<double> thresholds;  // of mode exit, one per checkpoint, in [0, 1]
-  double epsilon = 0;              // in [0, 1)
   std::string provider;            // provider of the measurement; on any other, mode "auto" is full depth
-  std::optional<double> exit_speedup, lossless_speedup;  // decoding speed over full depth's; none: not measured
-  std::string machine;             // processor and number of threads
   std::optional<std::int64_t> slots;  // sequences at once for which it was faster too; none: one
 
   // Whether this applies to so many sequences at once; if not, mode "auto" is full depth.
@@ -168,7 +150,6 @@ struct Manifest {
   std::int64_t max_pending = 0;           // tokens that may be pending before a segment must run
   double compaction_threshold = 1;        // batches: a smaller share of the sequences than this runs a segment alone
   std::string kv_cache = "float32";       // type of the K/V buffers: "float32" or "int8"
-  std::string weights;                    // precision of the graph's weights: "fp32", "bf16", "fp16", "int8", "int4"
   std::optional<Drafting> drafting;
   std::optional<DrafterInfo> drafter;
   std::optional<AutoMode> auto_mode;  // none: not measured; mode "auto" is full depth
@@ -188,8 +169,7 @@ struct Manifest {
   // Layers before the end of each segment, shallowest first: the checkpoints and the model's depth.
   std::vector<std::int64_t> depths() const;
 
-  // Parses tide.json strictly: every field must be present, of its type and in range, and there may be no other. Python
-  // accepts and refuses the same texts, with the same messages.
+  // Reads these fields of a tide.json, each of which must be of its type and in range; it ignores others.
   //
   // source: the file's name, for errors.
   //

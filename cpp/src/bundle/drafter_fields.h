@@ -1,4 +1,4 @@
-// Parses and checks the field `drafter` of tide.json.
+// Reads the field `drafter` of tide.json.
 #pragma once
 
 #include <optional>
@@ -7,15 +7,13 @@
 #include <vector>
 
 #include "bundle/fields.h"
-#include "bundle/mode_fields.h"
 #include "tide/manifest.h"
 
 namespace tide {
 
-// None where the field is null or missing. Throws BundleError, naming a field that is missing, unknown or of another type.
-std::optional<DrafterInfo> drafter_of(Field const& manifest);
-
-void check_drafter(DrafterInfo const& drafter, ModelInfo const& model, Require const& require);
+// None where the field is null or missing. Throws BundleError, naming a field that is missing, of another type or out of
+// range.
+std::optional<DrafterInfo> drafter_of(Field const& manifest, std::int64_t vocab_size);
 
 // The first and last id of each range of a text like "0-3,7"; empty: it is none, or not ascending.
 std::vector<std::pair<std::int64_t, std::int64_t>> ranges_of(std::string const& text);

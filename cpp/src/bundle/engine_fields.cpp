@@ -1,67 +1,66 @@
 #include "bundle/engine_fields.h"
 
+#include <set>
+
+#include "bundle/store.h"
+#include "names.h"
+
 namespace tide {
 namespace {
 
-std::optional<PluginsInfo> plugins_of(Field const& field) {
-  if (field.is_null()) return std::nullopt;
-  field.object({"version", "sha256", "engines"});
-  return PluginsInfo{field["version"].text(), field["sha256"].text(), field["engines"].texts()};
-}
-
-std::optional<std::map<std::string, BuiltEngine>> built_of(Field const& field) {
-  if (field.is_null()) return std::nullopt;
-  std::map<std::string, BuiltEngine> built;
-  for (auto const& [name, entry] : field.entries()) {
-    entry.object({"weights_bytes", "activation_bytes", "layers", "attention_layers", "fused_attention_layers"});
-    built[name] = {entry["weights_bytes"].whole(), entry["activation_bytes"].whole(), entry["layers"].whole(),
-                   entry["attention_layers"].whole(), entry["fused_attention_layers"].whole()};
-  }
-  return built;
-}
-
-std::optional<EmbeddingInfo> embedding_of(Field const& networks) {
-  if (!networks.has("embedding") || networks["embedding"].is_null()) return std::nullopt;
-  Field const field = networks["embedding"];
-  field.object({"rows", "width", "tied"});
-  return EmbeddingInfo{field["rows"].whole(), field["width"].whole(), field["tied"].boolean()};
+// What is on the GPU is as long as its file: networks read no further.
+EmbeddingInfo embedding_of(Field const& field, std::string const& weights, std::map<std::string, FileInfo> const& files) {
+  EmbeddingInfo const embedding{field["rows"].whole(1), field["width"].whole(1), field["tied"].boolean()};
+  auto const file = files.find(kEmbeddingFile);
+  std::int64_t const size = file == files.end() ? 0 : file->second.size;
+  std::int64_t const item = weights == "fp32" ? 4 : 2, numbers = size / item, width = embedding.width;
+  field.require(size % item == 0 && numbers % width == 0 && numbers / width == embedding.rows,
+                std::string("must have the shape of the file ") + kEmbeddingFile);
+  return embedding;
 }
 
 }  // namespace
 
-std::optional<NetworksInfo> networks_of(Field const& field) {
-  if (field.is_null()) return std::nullopt;
-  field.object({"weights", "capacity", "state_rows", "max_tokens", "max_logits", "exit_size", "max_batch_size",
-                "max_slot_tokens", "matrices", "embedding"},
-               {"matrices", "embedding"});
-  std::optional<std::string> matrices;
-  if (field.has("matrices") && !field["matrices"].is_null()) matrices = field["matrices"].text();
-  return NetworksInfo{field["weights"].text(),         field["capacity"].whole(),        field["state_rows"].whole(),
-                      field["max_tokens"].whole(),     field["max_logits"].whole(),      field["exit_size"].whole(),
-                      field["max_batch_size"].whole(), field["max_slot_tokens"].whole(), matrices,
-                      embedding_of(field)};
+std::optional<NetworksInfo> networks_of(Field const& manifest, std::map<std::string, FileInfo> const& files) {
+  auto const found = manifest.find("networks");
+  if (!found) return std::nullopt;
+  Field const& field = *found;
+  auto const size = [&](char const* name) { return field[name].whole(1); };
+  NetworksInfo info{field["weights"].text(), size("capacity"),  size("state_rows"),     size("max_tokens"),
+                    size("max_logits"),      size("exit_size"), size("max_batch_size"), size("max_slot_tokens"),
+                    std::nullopt};
+  bool const known = std::set<std::string>{"fp32", "fp16", "bf16"}.count(info.weights) == 1;
+  field["weights"].require(known, "must be one of fp32, fp16, bf16");
+  field["max_tokens"].require(info.max_tokens <= info.capacity, "must be at most capacity");
+  field["state_rows"].require(info.max_tokens <= info.state_rows - names::kFinalRow,
+                              "must be " + std::to_string(names::kFinalRow) + " more than max_tokens or larger");
+  field["max_logits"].require(info.max_logits <= info.max_tokens, "must be at most max_tokens");
+  field["max_slot_tokens"].require(info.max_slot_tokens <= info.max_tokens / info.max_batch_size,
+                                   "must fit max_batch_size times into max_tokens");
+  if (auto const embedding = field.find("embedding")) info.embedding = embedding_of(*embedding, info.weights, files);
+  return info;
 }
 
-std::optional<EnginesInfo> engines_of(Field const& field) {
-  if (field.is_null()) return std::nullopt;
-  field.object(
-      {"flavour", "version", "compute_capabilities", "weights_sha256", "profiles", "seconds", "plugins", "built", "copied"},
-      {"built", "copied"});
+std::optional<EnginesInfo> engines_of(Field const& manifest) {
+  auto const found = manifest.find("engines");
+  if (!found) return std::nullopt;
+  Field const& field = *found;
   EnginesInfo engines;
   engines.flavour = field["flavour"].text();
+  bool const known = engines.flavour == "tensorrt" || engines.flavour == "tensorrt-rtx";
+  field["flavour"].require(known, "must be one of tensorrt, tensorrt-rtx");
   engines.version = field["version"].text();
   engines.compute_capabilities = field["compute_capabilities"].texts();
   engines.weights_sha256 = field["weights_sha256"].text();
   engines.profiles = field["profiles"].list<Profile>([](Field const& entry) {
-    entry.object({"name", "min_tokens", "opt_tokens", "max_tokens", "batch_size"});
-    return Profile{entry["name"].text(), entry["min_tokens"].whole(), entry["opt_tokens"].whole(),
-                   entry["max_tokens"].whole(), entry["batch_size"].whole()};
+    return Profile{entry["name"].text(), entry["min_tokens"].whole(1), entry["max_tokens"].whole(1),
+                   entry["batch_size"].whole(1)};
   });
-  engines.seconds = field["seconds"].real();
-  engines.plugins = plugins_of(field["plugins"]);
-  if (field.has("built")) engines.built = built_of(field["built"]);
-  if (field.has("copied") && !field["copied"].is_null()) {
-    for (auto const& [name, bytes] : field["copied"].entries()) engines.copied[name] = bytes.whole();
+  if (auto const plugins = field.find("plugins")) {
+    engines.plugins = PluginsInfo{(*plugins)["version"].text(), (*plugins)["sha256"].text()};
+  }
+  if (auto const copied = field.find("copied")) {
+    for (auto const& [name, bytes] : copied->entries()) engines.copied[name] = bytes.whole();
   }
   return engines;
 }

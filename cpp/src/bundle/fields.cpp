@@ -1,7 +1,5 @@
 #include "bundle/fields.h"
 
-#include <algorithm>
-
 #include "formatting.h"
 #include "tide/errors.h"
 
@@ -21,8 +19,9 @@ std::string shown_name(std::string const& name) {
 
 void Field::refuse(std::string const& rule) const { throw BundleError(source_ + ": field '" + where_ + "' " + rule); }
 
-std::int64_t Field::whole() const {
+std::int64_t Field::whole(std::int64_t least) const {
   if (!value_.is(Json::Kind::whole)) wrong("a whole number");
+  require(value_.whole >= least, "must be " + std::to_string(least) + " or more");
   return value_.whole;
 }
 
@@ -41,8 +40,8 @@ bool Field::boolean() const {
   return value_.boolean;
 }
 
-std::vector<std::int64_t> Field::wholes() const {
-  return list<std::int64_t>([](Field const& entry) { return entry.whole(); });
+std::vector<std::int64_t> Field::wholes(std::int64_t least) const {
+  return list<std::int64_t>([&](Field const& entry) { return entry.whole(least); });
 }
 
 std::vector<double> Field::reals() const {
@@ -59,19 +58,16 @@ std::pair<std::int64_t, std::int64_t> Field::two_wholes() const {
   return {sizes[0], sizes[1]};
 }
 
-void Field::whole_or_text() const {
-  if (!value_.is(Json::Kind::text)) whole();
+Field Field::operator[](std::string const& name) const {
+  Json const* const value = value_of(name);
+  if (value == nullptr) at(name, kNull).refuse("is missing");
+  return at(name, *value);
 }
 
-Field const& Field::object(std::vector<std::string> const& fields, std::set<std::string> const& omitted) const {
-  if (!value_.is(Json::Kind::object)) wrong("an object");
-  for (std::string const& name : fields) {
-    if (value_.object.count(name) == 0 && omitted.count(name) == 0) at(name, kNull).refuse("is missing");
-  }
-  for (auto const& [name, entry] : value_.object) {
-    if (std::find(fields.begin(), fields.end(), name) == fields.end()) at(name, entry).refuse("is unknown");
-  }
-  return *this;
+std::optional<Field> Field::find(std::string const& name) const {
+  Json const* const value = value_of(name);
+  if (value == nullptr || value->is(Json::Kind::null)) return std::nullopt;
+  return at(name, *value);
 }
 
 std::vector<std::pair<std::string, Field>> Field::entries() const {
@@ -84,6 +80,12 @@ std::vector<std::pair<std::string, Field>> Field::entries() const {
 std::size_t Field::size() const {
   if (!value_.is(Json::Kind::list)) wrong("a list");
   return value_.list.size();
+}
+
+Json const* Field::value_of(std::string const& name) const {
+  if (!value_.is(Json::Kind::object)) wrong("an object");
+  auto const found = value_.object.find(name);
+  return found == value_.object.end() ? nullptr : &found->second;
 }
 
 Field Field::at(std::string const& name, Json const& value) const {

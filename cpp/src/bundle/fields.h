@@ -1,11 +1,10 @@
-// Reads JSON fields strictly: each must be present and of its type. Accepts and refuses the same texts as
-// tide_export/bundle/strict_json.py, in the same order and with the same messages.
+// Reads JSON fields: those that are asked for must be there and of their type; others are ignored.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,10 +25,12 @@ class Field {
 
   bool is_null() const { return value_.is(Json::Kind::null); }
   bool is_list() const { return value_.is(Json::Kind::list); }
-  bool has(std::string const& name) const { return value_.object.count(name) == 1; }
   [[noreturn]] void refuse(std::string const& rule) const;
+  void require(bool holds, std::string const& rule) const {
+    if (!holds) refuse(rule);
+  }
 
-  std::int64_t whole() const;
+  std::int64_t whole(std::int64_t least = std::numeric_limits<std::int64_t>::min()) const;
   double real() const;
   std::string text() const;
   bool boolean() const;
@@ -42,23 +43,24 @@ class Field {
     }
     return values;
   }
-  std::vector<std::int64_t> wholes() const;
+  std::vector<std::int64_t> wholes(std::int64_t least = std::numeric_limits<std::int64_t>::min()) const;
   std::vector<double> reals() const;
   std::vector<std::string> texts() const;
   std::pair<std::int64_t, std::int64_t> two_wholes() const;
-  void whole_or_text() const;
 
-  // This value, checked to be an object with these fields and no others; those in `omitted` may be missing.
-  Field const& object(std::vector<std::string> const& fields, std::set<std::string> const& omitted = {}) const;
-
-  // The fields of an object that may have any, by name.
+  // The fields of an object, by name.
   std::vector<std::pair<std::string, Field>> entries() const;
 
-  Field operator[](std::string const& name) const { return at(name, value_.object.at(name)); }
+  // A field of an object, which must have it.
+  Field operator[](std::string const& name) const;
+
+  // None where it is missing or null.
+  std::optional<Field> find(std::string const& name) const;
 
  private:
   std::size_t size() const;  // of a list
   Field at(std::string const& name, Json const& value) const;
+  Json const* value_of(std::string const& name) const;  // of a field of an object; null: there is none
   [[noreturn]] void wrong(std::string const& expected) const;
 
   Json const& value_;

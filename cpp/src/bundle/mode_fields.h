@@ -1,22 +1,25 @@
-// Parses and checks the fields `drafting` and `auto` of tide.json.
+// Reads thresholds and the fields `drafting` and `auto` of tide.json.
 #pragma once
 
-#include <functional>
+#include <cstddef>
 #include <optional>
-#include <string>
+#include <vector>
 
 #include "bundle/fields.h"
 #include "tide/manifest.h"
 
 namespace tide {
 
-// Throws BundleError with a field and the rule that it must keep, unless it does.
-using Require = std::function<void(bool, std::string const&, std::string const&)>;
+// All functions throw BundleError, naming a field that is missing, of another type or out of range.
 
-// None where the field is null or missing. Throw BundleError, naming a field that is missing, unknown or of another type.
-std::optional<Drafting> drafting_of(Field const& field);
-std::optional<AutoMode> auto_mode_of(Field const& manifest);
+// As many numbers, each in [0, 1].
+std::vector<double> shares_of(Field const& field, std::size_t count);
 
-void check_modes(Manifest const& manifest, Require const& require);
+// A `drafting`, whose numbers nobody has checked.
+Drafting drafting_in(Field const& field);
+
+// None where the field is null or missing; `points`: the number of checkpoints.
+std::optional<Drafting> drafting_of(Field const& manifest, std::size_t points);
+std::optional<AutoMode> auto_mode_of(Field const& manifest, std::size_t points);
 
 }  // namespace tide

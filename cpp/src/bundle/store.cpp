@@ -25,6 +25,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char const* kAdvice = "; export the bundle again or copy it anew";
+constexpr std::int64_t kMaxManifest = 1 << 24;  // bytes; those of large models have about 1 MB
 constexpr int kAttempts = 100;  // to open a bundle while exports replace it
 
 std::string message_of(int error) { return std::generic_category().message(error); }
@@ -75,7 +76,9 @@ Bundle open_files(fs::path const& path, int folder, bool verify) {
     throw BundleError(quoted(path) + " is not a bundle: it has no " + kManifestFile);
   }
   BundleFile const file(source, folder, kManifestFile);
-  check_manifest_size(file.size(), quoted(source));
+  if (file.size() > kMaxManifest) {
+    throw BundleError(quoted(source) + " is too large: a manifest has at most " + std::to_string(kMaxManifest) + " bytes");
+  }
   std::string text = file.read();
   Bundle bundle{path, std::move(text), {}, {}};
   bundle.manifest = Manifest::from_json(bundle.manifest_text, quoted(source));

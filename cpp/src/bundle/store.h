@@ -22,9 +22,6 @@ constexpr char const* kWeightsFile = "model.onnx.data";
 constexpr char const* kSegmentsWeightsFile = "segments/weights.data";
 constexpr char const* kEmbeddingFile = "segments/embedding.data";  // the matrix of the networks' input `embedding`
 
-// Throws BundleError: `size` is above the most bytes of a manifest.
-void check_manifest_size(std::int64_t size, std::string const& source);
-
 // A file's content as read-only memory.
 class Mapping {
  public:

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "bundle/fields.h"
+#include "bundle/mode_fields.h"
 #include "formatting.h"
 
 namespace tide {
@@ -59,17 +60,6 @@ void read_option(Field const& field, std::optional<Seed>& value) {
   value = field.is_list() ? Seed(field.wholes()) : Seed(field.whole());
 }
 
-// As a manifest has it.
-Drafting given_drafting(Field const& field) {
-  field.object({"thresholds", "max_drafts", "prompt_lookup", "draft_costs", "verify_costs", "drafter_cost", "max_learned"},
-               {"drafter_cost", "max_learned"});
-  Drafting drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
-                    field["draft_costs"].reals(), field["verify_costs"].reals()};
-  if (field.has("drafter_cost")) drafting.drafter_cost = field["drafter_cost"].real();
-  if (field.has("max_learned")) drafting.max_learned = field["max_learned"].whole();
-  return drafting;
-}
-
 }  // namespace
 
 OpenOptions open_options(char const* text) {
@@ -97,7 +87,7 @@ GenerationConfig generation_config(char const* text, std::function<Detokenizer()
 #define TIDE_OPTION(type, name, standard, limits, counts, help) \
   {#name, [&](Field const& field) { read_option(field, config.name); }},
 #include "tide/options.inc"
-      {"drafting", [&](Field const& field) { config.drafting = given_drafting(field); }},
+      {"drafting", [&](Field const& field) { config.drafting = drafting_in(field); }},
       {"detokenize", [&](Field const& field) { detokenize = field.boolean(); }},
   });
   if (detokenize || !config.stop.empty()) config.detokenizer = detokenizer();
@@ -124,7 +114,7 @@ std::pair<SchedulerLimits, std::optional<AuditConfig>> scheduler_options(char co
 Drafting drafting_options(char const* text) {
   std::optional<Json> const json = Json::parse(text);
   if (!json) throw GenerationError("the drafting is not valid JSON");
-  return given_drafting(Field(*json, "drafting", ""));
+  return drafting_in(Field(*json, "drafting", ""));
 }
 
 std::string json_of(Engine const& engine, GenerationConfig const& config) {
