@@ -47,7 +47,7 @@ Engine::Engine(std::shared_ptr<Backend> backend) {
 }
 
 Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& options) {
-  Bundle opened = open_bundle(bundle, false);
+  Bundle opened = open_bundle(bundle, false, options.opened);
   if (!options.verify) return Engine(open_backend(std::move(opened), options));
   Verification verification(opened);
   std::shared_ptr<Backend> backend;

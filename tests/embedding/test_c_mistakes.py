@@ -54,10 +54,19 @@ def started(loaded: CEngine, max_pending: int) -> None:
 
 def test_other_errors(loaded: CEngine, tiny_llama, demo_bundle: Path) -> None:
     functions, bundle = loaded.functions, tiny_llama.exact
+    manifest = (bundle / "tide.json").read_text()
+
+    def opened(text: str, **files: int) -> CEngine:
+        return CEngine(functions, bundle, opened={"manifest": text, "files": files})
+
     for status, sentence, call in [
         (2, "threads must be a whole number from 1 to 1024, not 0", lambda: CEngine(functions, bundle, threads=0)),
         (2, "options: field 'slow' is unknown", lambda: CEngine(functions, bundle, slow=0)),
         (6, "provider", lambda: CEngine(functions, bundle, provider="abacus")),
+        (2, "options: field 'opened.files' is missing", lambda: CEngine(functions, bundle, opened={"manifest": ""})),
+        (2, "field 'opened.files.a' is no descriptor", lambda: opened("", a=1 << 31)),
+        (3, "is not valid JSON", lambda: opened("")),
+        (3, "cannot read bundle file '.*': Bad file descriptor", lambda: opened(manifest)),
         (4, "slots must be a whole number, 1 or more, not 0", lambda: loaded.scheduler(slots=0)),
         (4, "slots must be a whole number from 1 to 1024, not 1025", lambda: loaded.scheduler(slots=1025)),
         (4, "a list has at most 16777216 prompts, not 18446744073709551615", lambda: resolved(loaded, 2**64 - 1)),

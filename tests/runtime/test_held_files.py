@@ -24,7 +24,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import _exchange, write_manifest
 from tide_export.errors import BundleError
 from tide_export.names.networks import HEAD
-from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.engine import Engine, load, open_engine
 
 SINGLE, PROMPTS = [5, 9, 40], [[5, 9, 40], [7], [300, 2, 61, 8]]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "mode": "full", "stop_token_ids": []}
@@ -100,6 +100,15 @@ def test_an_engine_stays_the_model_that_was_loaded(
     exchange(bundle, other)
     assert tokens_of(engine) == expected
     assert tokens_of(opens(bundle)) != expected, "the other model is another one"
+
+
+@pytest.mark.parametrize("exchange", [replaced, replaced_and_deleted, files_replaced])
+def test_the_library_loads_what_was_opened(
+    bundle: Path, other: Path, expected: tuple[list[int], list[list[int]]], exchange: Callable
+) -> None:
+    opened = open_bundle(bundle, verify=False)
+    exchange(bundle, other)
+    assert tokens_of(open_engine(opened, "cpu", threads=1, verify=True)) == expected
 
 
 def test_a_deleted_bundle_still_runs(bundle: Path, expected: tuple[list[int], list[list[int]]]) -> None:

@@ -1,9 +1,9 @@
 """Opens a bundle with every file checked, and holds the files open.
 
 `runtime.engine.load` calls `open_bundle`, which opens every file once, compares it with the size and sha256 in
-`tide.json`, and keeps its descriptor. An engine reads some files long after that: the drafter when the first request
-drafts. It reads them from the descriptors, so that replacing, moving or deleting the folder has no effect on it. Needs
-only the standard library.
+`tide.json`, and keeps its descriptor, which the library duplicates. An engine reads some files long after that: the
+drafter when the first request drafts. It reads them from the descriptors, so that replacing, moving or deleting the
+folder has no effect on it. Needs only the standard library.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tide_export.bundle.file_names import MANIFEST_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import FileInfo, Manifest, check_size
@@ -36,6 +37,7 @@ class BundleFile:
 
     Attributes:
         path: where it was opened, for messages: another file may have that path by now.
+        descriptor: of the open file.
         size: in bytes.
     """
 
@@ -47,7 +49,7 @@ class BundleFile:
         """
         self.path = path
         try:
-            self._descriptor = _open(folder, name)
+            self.descriptor = _open(folder, name)
         except (FileNotFoundError, NotADirectoryError):
             raise BundleError(f"bundle file '{path}' is missing; {ADVICE}") from None
         except OSError as error:
@@ -57,8 +59,8 @@ class BundleFile:
                     "files themselves (cp -rL)"
                 ) from None
             raise BundleError(f"cannot read bundle file '{path}': {error.strerror}") from None
-        weakref.finalize(self, os.close, self._descriptor)
-        status = os.fstat(self._descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+        status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise BundleError(f"bundle file '{path}' is not a file")
         self.size, self._modified = status.st_size, status.st_mtime_ns
@@ -66,12 +68,12 @@ class BundleFile:
     @property
     def descriptor_path(self) -> str:
         """A path to this open file in this process, whatever file `path` leads to."""
-        return f"/dev/fd/{self._descriptor}"
+        return f"/dev/fd/{self.descriptor}"
 
     @property
     def identity(self) -> str:
         """Device, inode, size and times of modification and change, which differ for other contents."""
-        status = os.fstat(self._descriptor)
+        status = os.fstat(self.descriptor)
         times = status.st_mtime_ns, status.st_ctime_ns
         return " ".join(str(number) for number in (status.st_dev, status.st_ino, status.st_size, *times))
 
@@ -95,7 +97,7 @@ class BundleFile:
         """
         with self._unchanged():
             # No system maps nothing.
-            yield mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ) if self.size else b""
+            yield mmap.mmap(self.descriptor, self.size, access=mmap.ACCESS_READ) if self.size else b""
 
     def check(self, expected: FileInfo, verify: bool) -> None:
         """Compares size and, if `verify`, sha256 with the manifest's record.
@@ -123,7 +125,7 @@ class BundleFile:
     def _chunks(self, size: int) -> Iterator[bytes]:
         at = 0
         try:
-            while chunk := os.pread(self._descriptor, size, at):  # no shared offset, which threads would move
+            while chunk := os.pread(self.descriptor, size, at):  # no shared offset, which threads would move
                 yield chunk
                 at += len(chunk)
         except OSError as error:
@@ -137,7 +139,7 @@ class BundleFile:
 
     def check_unchanged(self) -> None:
         """Raises BundleError if the file was changed since it was opened."""
-        status = os.fstat(self._descriptor)
+        status = os.fstat(self.descriptor)
         if (status.st_size, status.st_mtime_ns) != (self.size, self._modified):
             raise BundleError(
                 f"bundle file '{self.path}' was changed after the bundle was loaded: load it again, and replace "
@@ -157,6 +159,14 @@ class Bundle:
     path: Path
     manifest: Manifest
     files: Mapping[str, BundleFile] = field(compare=False, repr=False)
+
+    @property
+    def handed_over(self) -> dict[str, Any]:
+        """The library's option `opened`: the manifest's text and the descriptors, which this object holds."""
+        return {
+            "manifest": self.manifest.to_json(),
+            "files": {name: file.descriptor for name, file in self.files.items()},
+        }
 
     def file(self, name: str) -> BundleFile:
         """Returns one of the bundle's files.

@@ -88,8 +88,13 @@ def load_networks(
         ProviderError, BundleError: as `engine.load` raises them.
     """
     callbacks = _Callbacks(provider, opener, -1 if gpu is None else gpu)
-    arguments = os.fsencode(bundle.path), json.dumps(options).encode(), ctypes.byref(callbacks.struct)
+    arguments = *load_arguments(bundle, options), ctypes.byref(callbacks.struct)
     return native.created("load_networks", *arguments, needed=(callbacks,))
+
+
+def load_arguments(bundle: Bundle, options: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Returns the path and the options of tide_load that hand over an open bundle."""
+    return os.fsencode(bundle.path), json.dumps(options | {"opened": bundle.handed_over}).encode()
 
 
 class _Callbacks:

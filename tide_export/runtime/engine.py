@@ -22,12 +22,12 @@ from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.common.values import real_number, whole_number
-from tide_export.errors import BundleError, GenerationError
+from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.embedding import EmbeddingConfig
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.handle import RequestHandle
-from tide_export.runtime.native import Owned, call, created, doubles, library, text_at
+from tide_export.runtime.native import Owned, call, created, doubles, library
 from tide_export.runtime.providers import open_library_engine
 from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
 from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
@@ -38,7 +38,6 @@ from tide_export.runtime.tokenizer import BundleTokenizer, LateText, tokenizer_o
 MAX_SLOTS = 1024
 LIST_SLOTS = 32  # prompts of a list that are decoded at once: their logits are in memory together
 LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step: high, because the list is returned as a whole
-ATTEMPTS = 10  # to open a bundle while exports replace it
 
 
 def load(
@@ -73,18 +72,7 @@ def load(
         ProviderError: the provider cannot run this bundle here.
         ConfigError: threads not in 1..1024; an adapter cannot be read, or does not fit the bundle.
     """
-    for attempt in range(1, ATTEMPTS + 1):
-        opened = open_bundle(bundle, verify=False)
-        try:
-            return open_engine(opened, provider, threads, verify, plugins, device, adapters=adapters)
-        except ReplacedError:
-            if attempt == ATTEMPTS:
-                raise
-    raise AssertionError("unreachable")
-
-
-class ReplacedError(BundleError):
-    """Reports that the bundle at a path was replaced while it was opened."""
+    return open_engine(open_bundle(bundle, verify=False), provider, threads, verify, plugins, device, adapters=adapters)
 
 
 def open_engine(
@@ -102,15 +90,8 @@ def open_engine(
     Args:
         provider: also "cpu-networks": the segment networks in ONNX Runtime on the CPU.
         graphs: a folder with files of the names of the bundle's networks, which replace them; provider "cpu".
-
-    Raises:
-        ReplacedError: another bundle was moved to this path.
     """
     handle = open_library_engine(bundle, provider, threads, verify, plugins, device, graphs, adapters)
-    size = c_size_t()
-    text = text_at(library().tide_manifest(handle, ctypes.byref(size)), size.value)
-    if Manifest.from_json(text.encode(), str(bundle.path)) != bundle.manifest:
-        raise ReplacedError(f"bundle '{bundle.path}' was replaced while it was opened: load it again")
     return Engine(bundle, handle, adapters=tuple(adapters or ()))
 
 

@@ -130,7 +130,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "engine_free": (c_void_p, (_HANDLE,)),
     "max_batch_size": (c_int64, (_HANDLE,)),
     "provider": (c_char_p, (_HANDLE,)),
-    "manifest": (c_void_p, (_HANDLE, POINTER(c_size_t))),
     "resolve": (None, (_HANDLE, c_char_p, c_size_t, c_void_p, c_size_t, POINTER(c_size_t))),
     "token_stream_open": (None, (_HANDLE, *_REQUEST, _OUT)),
     "token_stream_step": (None, (_HANDLE, c_size_t, c_void_p, c_size_t, POINTER(c_size_t))),

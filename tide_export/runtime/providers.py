@@ -5,7 +5,6 @@ and ONNX Runtime on the CPU that the bundle holds and the machine runs, and logs
 all but TensorRT's engines, whose runs it is given (`tensorrt.engines`).
 """
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 from tide_export.bundle.opened import Bundle
 from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError, ProviderError
+from tide_export.runtime.callers_networks import load_arguments
 from tide_export.runtime.native import Owned, created, onnxruntime_library
 from tide_export.runtime.tensorrt.engines import open_engines
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
@@ -101,7 +101,7 @@ def _open(bundle: Bundle, provider: str, options: dict[str, Any], plugins: str |
     if provider in FLAVOURS:
         handle = open_engines(bundle, provider, load_options, plugins)
     else:
-        handle = created("load", os.fsencode(bundle.path), json.dumps(load_options).encode())
+        handle = created("load", *load_arguments(bundle, load_options))
     threads = "" if options["threads"] is None else f", {options['threads']} threads"
     titles = {"cuda": "ONNX Runtime on CUDA", **{name: flavour.title for name, flavour in FLAVOURS.items()}}
     logger.info("running '%s' with %s%s", bundle.path, titles.get(provider, "ONNX Runtime on the CPU"), threads)

@@ -130,6 +130,13 @@ struct FileInfo {
   std::string sha256;     // hex
 };
 
+// What has been opened of a bundle: the text of its tide.json, and by name the descriptors of the files that it lists, which
+// are duplicated.
+struct OpenedFiles {
+  std::string manifest;
+  std::map<std::string, int> files;
+};
+
 // Mode "auto": the fastest mode that changes at most a share of the tokens, measured on one machine by
 // `tide-export export` and `tune`.
 struct AutoMode {

@@ -44,6 +44,7 @@ struct LoadOptions {
   // A folder with files of the names of the bundle's networks, which replace them, with its weights, for checks (provider
   // "cpu").
   std::optional<std::filesystem::path> graphs;
+  std::optional<OpenedFiles> opened;  // the bundle, by a caller that has opened it; none: it is opened at its path
   // Receives a sentence if provider "auto" did not choose the bundle's engines, or if the plugin library is another build
   // than the engines were built with. None: stderr.
   std::function<void(std::string const&)> log;

@@ -96,7 +96,8 @@ TIDE_API int tide_leave(double seconds);
  * "provider", "threads", "verify", "plugins", "device"; "onnxruntime": the path of ONNX Runtime's library, of which a process
  * opens one; by default the environment variable TIDE_ONNXRUNTIME, else the system's; "adapters": folders of low-rank
  * adapters (LoRA) as peft writes them, by the names that the option "adapter" of requests gives; "graphs": a folder
- * with networks that replace the bundle's; "tokenizers": a library, as described under "text". */
+ * with networks that replace the bundle's; "tokenizers": a library, as described under "text"; "opened": of a bundle that
+ * the caller has opened, {"manifest": the text of tide.json, "files": descriptors by name}, instead of opening it. */
 TIDE_API tide_status tide_load(const char* bundle, const char* options, tide_engine** engine);
 TIDE_API void tide_engine_free(tide_engine* engine);
 

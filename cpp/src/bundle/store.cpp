@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <functional>
 #include <system_error>
 #include <utility>
 
@@ -69,24 +70,49 @@ struct Mappings {
   }
 };
 
+[[noreturn]] void refuse_unreadable(fs::path const& path, int error) {
+  throw BundleError("cannot read bundle file " + quoted(path) + ": " + message_of(error));
+}
+
+// Opens `name`, relative to the descriptor `folder`, without following a symbolic link. Throws BundleError: it is missing, a
+// symbolic link, not a regular file or unreadable.
+std::shared_ptr<BundleFile const> open_file(fs::path const& path, int folder, std::string const& name) {
+  Descriptor const opened(open_at(folder, name));
+  int const error = errno;
+  if (opened.get() >= 0) return std::make_shared<BundleFile const>(path, opened.get());
+  if (error == ENOENT || error == ENOTDIR) throw BundleError("bundle file " + quoted(path) + " is missing" + kAdvice);
+  if (error != ELOOP) refuse_unreadable(path, error);
+  throw BundleError("bundle file " + quoted(path) +
+                    " is a symbolic link, or in a folder that is one: copy the bundle with the files themselves (cp -rL)");
+}
+
+Bundle bundle_of(fs::path const& path, std::string text, bool verify,
+                 std::function<std::shared_ptr<BundleFile const>(std::string const& name)> const& open) {
+  Bundle bundle{path, std::move(text), {}, {}};
+  bundle.manifest = Manifest::from_json(bundle.manifest_text, quoted(path / kManifestFile));
+  for (auto const& [name, expected] : bundle.manifest.files) bundle.files[name] = open(name);
+  for (auto const& [name, expected] : bundle.manifest.files) bundle.files[name]->check(expected, verify);
+  return bundle;
+}
+
 Bundle open_files(fs::path const& path, int folder, bool verify) {
   fs::path const source = path / kManifestFile;
   struct stat status {};
   if (::fstatat(folder, kManifestFile, &status, AT_SYMLINK_NOFOLLOW) != 0 && errno == ENOENT) {
     throw BundleError(quoted(path) + " is not a bundle: it has no " + kManifestFile);
   }
-  BundleFile const file(source, folder, kManifestFile);
-  if (file.size() > kMaxManifest) {
+  auto const file = open_file(source, folder, kManifestFile);
+  if (file->size() > kMaxManifest) {
     throw BundleError(quoted(source) + " is too large: a manifest has at most " + std::to_string(kMaxManifest) + " bytes");
   }
-  std::string text = file.read();
-  Bundle bundle{path, std::move(text), {}, {}};
-  bundle.manifest = Manifest::from_json(bundle.manifest_text, quoted(source));
-  for (auto const& [name, expected] : bundle.manifest.files) {
-    bundle.files[name] = std::make_shared<BundleFile const>(path / name, folder, name);
-  }
-  for (auto const& [name, expected] : bundle.manifest.files) bundle.files[name]->check(expected, verify);
-  return bundle;
+  return bundle_of(path, file->read(), verify, [&](auto const& name) { return open_file(path / name, folder, name); });
+}
+
+Bundle given_files(fs::path const& path, OpenedFiles const& opened, bool verify) {
+  return bundle_of(path, opened.manifest, verify, [&](auto const& name) {
+    auto const given = opened.files.find(name);
+    return std::make_shared<BundleFile const>(path / name, given == opened.files.end() ? -1 : given->second);
+  });
 }
 
 bool was_replaced(fs::path const& path, int folder) {
@@ -125,20 +151,9 @@ void Mapping::forget_part(void const* part, std::size_t bytes) const {
   if (begin < end) ::madvise(data() + begin, end - begin, MADV_DONTNEED);
 }
 
-BundleFile::BundleFile(fs::path path, int folder, std::string const& name) : path_(std::move(path)) {
-  Descriptor opened(open_at(folder, name));
-  if (opened.get() < 0) {
-    int const error = errno;
-    if (error == ENOENT || error == ENOTDIR) {
-      throw BundleError("bundle file " + quoted(path_) + " is missing" + kAdvice);
-    }
-    if (error == ELOOP) {
-      throw BundleError("bundle file " + quoted(path_) +
-                        " is a symbolic link, or in a folder that is one: copy the bundle with the files themselves "
-                        "(cp -rL)");
-    }
-    throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(error));
-  }
+BundleFile::BundleFile(fs::path path, int descriptor) : path_(std::move(path)) {
+  Descriptor opened(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  if (opened.get() < 0) refuse_unreadable(path_, errno);
   struct stat status {};
   if (::fstat(opened.get(), &status) != 0 || !S_ISREG(status.st_mode)) {
     throw BundleError("bundle file " + quoted(path_) + " is not a file");
@@ -151,9 +166,7 @@ BundleFile::~BundleFile() { ::close(descriptor_); }
 
 std::string BundleFile::identity() const {
   struct stat now {};
-  if (::fstat(descriptor_, &now) != 0) {
-    throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(errno));
-  }
+  if (::fstat(descriptor_, &now) != 0) refuse_unreadable(path_, errno);
   std::string text = std::to_string(now.st_dev) + ' ' + std::to_string(now.st_ino) + ' ' + std::to_string(now.st_size);
   for (timespec const& time : {now.st_mtim, now.st_ctim}) {
     text += ' ' + std::to_string(std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec);
@@ -177,7 +190,7 @@ std::shared_ptr<Mapping const> BundleFile::map() const {
   auto const size = static_cast<std::size_t>(size_);
   if (size == 0) return std::make_shared<Mapping const>(nullptr, 0);  // no system maps nothing
   void* const data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor_, 0);
-  if (data == MAP_FAILED) throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(errno));
+  if (data == MAP_FAILED) refuse_unreadable(path_, errno);
   mapping_ = mapping = std::make_shared<Mapping const>(data, size);
   return mapping;
 }
@@ -219,7 +232,7 @@ std::size_t BundleFile::read_at(char* to, std::size_t size, std::uint64_t at) co
   while (done < size) {
     ssize_t const read = ::pread(descriptor_, to + done, size - done, static_cast<off_t>(at + done));
     if (read < 0 && errno == EINTR) continue;
-    if (read < 0) throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(errno));
+    if (read < 0) refuse_unreadable(path_, errno);
     if (read == 0) break;
     done += static_cast<std::size_t>(read);
   }
@@ -237,7 +250,8 @@ void Bundle::check_weights() const {
   if (weights != files.end()) weights->second->check_unchanged();
 }
 
-Bundle open_bundle(fs::path const& path, bool verify) {
+Bundle open_bundle(fs::path const& path, bool verify, std::optional<OpenedFiles> const& opened) {
+  if (opened) return given_files(path, *opened, verify);
   for (int attempt = 1;; ++attempt) {
     Descriptor const folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (folder.get() < 0) {

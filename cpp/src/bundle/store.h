@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "tide/manifest.h"
@@ -51,9 +52,8 @@ class Mapping {
 // May be used by several threads at once.
 class BundleFile {
  public:
-  // Opens `name`, relative to the descriptor `folder`, without following a symbolic link. `path` is for messages.
-  // Throws BundleError: it is missing, a symbolic link, not a regular file or unreadable.
-  BundleFile(std::filesystem::path path, int folder, std::string const& name);
+  // Duplicates the descriptor of an open file. `path` is for messages. Throws BundleError: it is not a regular file.
+  BundleFile(std::filesystem::path path, int descriptor);
   ~BundleFile();
   BundleFile(BundleFile const&) = delete;
   BundleFile& operator=(BundleFile const&) = delete;
@@ -103,8 +103,8 @@ struct Bundle {
 };
 
 // Reads the manifest and opens every file it lists, with its size and, if `verify`, its sha256 checked; all of them
-// from one folder, also while an export replaces the bundle. Throws BundleError: not a bundle, a manifest this release
-// cannot read, or a file missing, truncated or corrupt, or not a regular file.
-Bundle open_bundle(std::filesystem::path const& path, bool verify);
+// from one folder, also while an export replaces the bundle; or `opened`, and then opens none. Throws BundleError: not a
+// bundle, a manifest this release cannot read, or a file missing, truncated or corrupt, or not a regular file.
+Bundle open_bundle(std::filesystem::path const& path, bool verify, std::optional<OpenedFiles> const& opened = {});
 
 }  // namespace tide

@@ -108,7 +108,7 @@ tide_status tide_load_networks(char const* bundle, char const* options, tide_net
                                tide_engine** engine) {
   return create(engine, [&] {
     auto const [load, tokenizers] = tide::open_options(options);
-    tide::Bundle const opened = tide::open_bundle(bundle, load.verify);
+    tide::Bundle const opened = tide::open_bundle(bundle, load.verify, load.opened);
     tide::Engine const made(open_callers_networks(opened, *networks));
     return tide_engine{made, std::make_shared<tide::Text>(made, tokenizers)};
   });

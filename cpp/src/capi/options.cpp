@@ -1,6 +1,7 @@
 #include "capi/options.h"
 
 #include <charconv>
+#include <limits>
 #include <map>
 
 #include "bundle/fields.h"
@@ -60,6 +61,12 @@ void read_option(Field const& field, std::optional<Seed>& value) {
   value = field.is_list() ? Seed(field.wholes()) : Seed(field.whole());
 }
 
+int descriptor_in(Field const& field) {
+  std::int64_t const number = field.whole(0);
+  field.require(number <= std::numeric_limits<int>::max(), "is no descriptor");
+  return static_cast<int>(number);
+}
+
 }  // namespace
 
 OpenOptions open_options(char const* text) {
@@ -73,6 +80,11 @@ OpenOptions open_options(char const* text) {
       {"onnxruntime", [&](Field const& field) { options.load.onnxruntime = field.text(); }},
       {"adapters", [&](Field const& field) {
          for (auto const& [name, folder] : field.entries()) options.load.adapters[name] = folder.text();
+       }},
+      {"opened", [&](Field const& field) {
+         OpenedFiles& opened = options.load.opened.emplace();
+         opened.manifest = field["manifest"].text();
+         for (auto const& [name, descriptor] : field["files"].entries()) opened.files[name] = descriptor_in(descriptor);
        }},
       {"graphs", [&](Field const& field) { options.load.graphs = field.text(); }},
       {"tokenizers", [&](Field const& field) { options.tokenizers = field.text(); }},
