@@ -122,10 +122,10 @@ tide_status tide_replay(char const* drafting, std::int64_t const* prompt, std::s
     tide::DraftLimits const limits(given);
     tide::Recording const recording{vector_of(prompt, count), checkpoints, left, early, full, positions};
     tide::Replayed const replayed = tide::replay(recording, limits);
-    counts[0] = replayed.drafted;
-    counts[1] = replayed.accepted;
-    counts[2] = replayed.lookup_drafted;
-    counts[3] = replayed.lookup_accepted;
+    counts[0] = replayed.counts.drafted;
+    counts[1] = replayed.counts.accepted;
+    counts[2] = replayed.counts.lookup_drafted;
+    counts[3] = replayed.counts.lookup_accepted;
     put_lengths(replayed.exits, exits);
     for (std::size_t i = 0; i < replayed.runs.size(); ++i) {
       runs[2 * i] = replayed.runs[i].first;

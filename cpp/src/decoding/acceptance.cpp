@@ -46,11 +46,9 @@ void Acceptance::count(std::size_t source) {
   made_[source] += 1.0;
 }
 
-void Acceptance::record(std::vector<std::size_t> const& sources, std::size_t accepted) {
-  for (std::size_t i = 0; i < std::min(sources.size(), accepted + 1); ++i) {
-    accepted_[sources[i]] = accepted_[sources[i]] * kDecay + (i < accepted ? 1.0 : 0.0);
-    drafted_[sources[i]] = drafted_[sources[i]] * kDecay + 1.0;
-  }
+void Acceptance::record(std::size_t source, bool accepted) {
+  accepted_[source] = accepted_[source] * kDecay + (accepted ? 1.0 : 0.0);
+  drafted_[source] = drafted_[source] * kDecay + 1.0;
 }
 
 }  // namespace tide

@@ -51,8 +51,8 @@ class Acceptance {
   // Estimated probability that the next draft of a source is accepted if those before it are.
   double of(std::size_t source) const { return accepted_[source] / drafted_[source]; }
 
-  // Adds a verification: of drafts of these sources the first `accepted`. Those after the first rejected show nothing.
-  void record(std::vector<std::size_t> const& sources, std::size_t accepted);
+  // Adds what a verification said of a draft of a source, before which no draft was rejected.
+  void record(std::size_t source, bool accepted);
 
   // Counts a draft of a source that was made, whether or not it is verified.
   void count(std::size_t source);

@@ -35,21 +35,19 @@ struct KeptRow {
 class AuditedDecoder final : public Decoder {
  public:
   AuditedDecoder(Sampler sampler, std::vector<std::int64_t> depths, std::shared_ptr<Audit> audit)
-      : sampler_(std::move(sampler)), depths_(std::move(depths)), audit_(std::move(audit)), raises_(audit_->raises()) {}
+      : Decoder(std::move(sampler), std::move(depths)), audit_(std::move(audit)), raises_(audit_->raises()) {}
 
-  void begin(std::vector<std::int64_t> const& ids, std::int64_t) override {
-    if (length_ == 0) sampler_.begin(ids);
+  void begin_block(std::vector<std::int64_t> const& ids, std::int64_t) override {
     request_ = {ids, 1, false};
     chosen_ = audit_->chooses();
     early_.reset();
   }
 
   std::vector<Token> take(StepResult const& result) override {
-    std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
     auto const ran = static_cast<std::int64_t>(request_.ids.size());
-    if (early_) return compare(result, passes);
+    if (early_) return compare(result);
     if (chosen_ && result.exit_layer < depths_.back()) {
-      early_.emplace(result, passes);
+      early_.emplace(result, passes(result));
       length_ += ran - 1;  // the last position is run again
       request_ = {{request_.ids.back()}, 1, true};
       return {};
@@ -57,23 +55,21 @@ class AuditedDecoder final : public Decoder {
     Choice choice = sampler_(result, result.rows - 1);
     length_ += ran;
     if (chosen_) audit_->record(false, false, raises_);
-    return {{choice.id, result.exit_layer, passes, std::move(choice.logprobs)}};
+    return {{choice.id, result.exit_layer, passes(result), std::move(choice.logprobs)}};
   }
 
  private:
   // The token of the early exit, which is compared with that of full depth.
-  std::vector<Token> compare(StepResult const& full, std::int64_t passes) {
+  std::vector<Token> compare(StepResult const& full) {
     std::size_t const before = sampler_.length();
     std::int64_t const expected = sampler_(full, full.rows - 1).id;
     sampler_.rewind(before);
     Choice choice = sampler_(early_->result(), 0);
     ++length_;
     audit_->record(true, choice.id != expected, raises_);
-    return {{choice.id, early_->exit_layer, early_->passes + passes, std::move(choice.logprobs)}};
+    return {{choice.id, early_->exit_layer, early_->passes + passes(full), std::move(choice.logprobs)}};
   }
 
-  Sampler sampler_;
-  std::vector<std::int64_t> const depths_;
   std::shared_ptr<Audit> const audit_;
   std::int64_t const raises_;      // when the sequence began
   bool chosen_ = false;            // whether the token of the block is audited

@@ -12,26 +12,17 @@ namespace {
 // Yields a token per step.
 class OneByOne final : public Decoder {
  public:
-  OneByOne(Sampler sampler, std::vector<std::int64_t> depths)
-      : sampler_(std::move(sampler)), depths_(std::move(depths)) {}
+  using Decoder::Decoder;
 
-  void begin(std::vector<std::int64_t> const& ids, std::int64_t) override {
-    if (length_ == 0) sampler_.begin(ids);
-    request_.ids = ids;
-  }
+  void begin_block(std::vector<std::int64_t> const& ids, std::int64_t) override { request_.ids = ids; }
 
   std::vector<Token> take(StepResult const& result) override {
-    std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
     std::vector<Token> tokens(1);  // before anything changes
     Choice choice = sampler_(result, result.rows - 1);
     length_ += static_cast<std::int64_t>(request_.ids.size());
-    tokens[0] = {choice.id, result.exit_layer, passes, std::move(choice.logprobs)};
+    tokens[0] = {choice.id, result.exit_layer, passes(result), std::move(choice.logprobs)};
     return tokens;
   }
-
- private:
-  Sampler sampler_;
-  std::vector<std::int64_t> const depths_;
 };
 
 }  // namespace
@@ -44,20 +35,12 @@ std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request
                                       std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
                                       std::shared_ptr<Balances> const& balances) {
   Sampler sampler = std::move(request.samplers[number]);
-  std::size_t const candidates = sampler.candidates();
-  std::unique_ptr<Decoder> decoder;
   if (request.drafts) {
-    decoder = make_lossless_decoder(manifest.depths(), manifest.model.context_length, std::move(sampler), *request.drafts,
-                                    request.stop_token_ids, drafter, balances);
-  } else if (audit != nullptr && request.auditable()) {
-    decoder = make_audited_decoder(std::move(sampler), manifest.depths(), audit);
-  } else {
-    decoder = std::make_unique<OneByOne>(std::move(sampler), manifest.depths());
+    return make_lossless_decoder(manifest.depths(), manifest.model.context_length, std::move(sampler), *request.drafts,
+                                 request.stop_token_ids, drafter, balances);
   }
-  decoder->candidates = candidates;
-  decoder->keeps_states = request.states && request.mode == Mode::full;
-  decoder->keeps_exit_states = request.states && request.mode == Mode::exit;
-  return decoder;
+  if (audit != nullptr && request.auditable()) return make_audited_decoder(std::move(sampler), manifest.depths(), audit);
+  return std::make_unique<OneByOne>(std::move(sampler), manifest.depths());
 }
 
 }  // namespace tide

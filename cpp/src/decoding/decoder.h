@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "decoding/draft_costs.h"
+#include "decoding/sampling.h"
 #include "tide/runtime.h"
 
 namespace tide {
@@ -25,14 +26,30 @@ struct StepRequest {
   bool full = false;
 };
 
+// Drafts so far.
+struct DraftCounts {
+  std::int64_t drafted = 0, accepted = 0;                  // by whatever source
+  std::int64_t lookup_drafted = 0, lookup_accepted = 0;    // of these, by prompt lookup
+  std::int64_t learned_drafted = 0, learned_accepted = 0;  // of these, by the bundle's drafter
+};
+
 // Chooses the tokens of one sequence, which starts empty and runs only the steps requested here.
 class Decoder {
  public:
+  // depths: layers run at the end of each segment.
+  Decoder(Sampler sampler, std::vector<std::int64_t> depths) : sampler_(std::move(sampler)), depths_(std::move(depths)) {}
   virtual ~Decoder() = default;
 
   // Begins a block: the next 1 to `max_tokens` tokens after `ids`, which the sequence has not run yet (the prompt, or
   // the last token).
-  virtual void begin(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) = 0;
+  void begin(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) {
+    settled_ = length_;
+    if (length_ == 0) sampler_.begin(ids);
+    begin_block(ids, max_tokens);
+  }
+
+  // Takes note of what the next step runs beside this sequence.
+  void run_beside(Company const& others) { others_ = others; }
 
   // Whether the bundle's drafter shall draft the next token, if it runs for so many sequences at once.
   virtual bool asks_drafter(std::size_t) const { return false; }
@@ -50,11 +67,12 @@ class Decoder {
   virtual StepRequest const& request() { return request_; }
 
   // Whether it reads the final states of steps.
-  virtual bool reads_states() const { return keeps_states; }
+  virtual bool reads_states() const { return false; }
 
-  // Takes the states of a step, before `take`; of a request that is run in parts, of each part.
-  void read_states(StepResult const& result) {
-    if (keeps_exit_states) return states_.assign(result.exit_state, result.exit_state + result.state_width);
+  // Takes the states of a step, before `take`; of a request that is run in parts, of each part. exits: in place of those
+  // before, that which the last token exited with.
+  void read_states(StepResult const& result, bool exits) {
+    if (exits) return states_.assign(result.exit_state, result.exit_state + result.state_width);
     states_.insert(states_.end(), result.states, result.states + result.state_rows * result.state_width);
   }
 
@@ -72,19 +90,24 @@ class Decoder {
   // and the segment ran for the sake of others.
   virtual bool verifies() const { return false; }
 
-  std::int64_t drafted = 0, accepted = 0;                // drafts made, drafts accepted
-  std::int64_t lookup_drafted = 0, lookup_accepted = 0;  // of these, prompt-lookup drafts
-  std::int64_t learned_drafted = 0, learned_accepted = 0;  // of these, drafts of the bundle's drafter
-  bool keeps_states = false;    // whether the generation is to have its final states
-  bool keeps_exit_states = false;  // or those that its tokens exited with
-  Company others;               // what the next step runs beside this sequence
-  std::int64_t settled = 0;                              // tokens before the block, which no rewind removes
-  std::int64_t undone = 0;                               // positions that every layer computed and a rewind removed
-  std::size_t candidates = 0;                            // see `Sampler::candidates`
+  std::int64_t settled() const { return settled_; }  // tokens before the block, which no rewind removes
+  std::size_t candidates() const { return sampler_.candidates(); }
+  DraftCounts const& counts() const { return counts_; }
 
  protected:
+  virtual void begin_block(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) = 0;
+
+  // Layers that a step ran for its new tokens.
+  std::int64_t passes(StepResult const& result) const {
+    return depths_[static_cast<std::size_t>(result.segments_run - 1)];
+  }
+
+  Sampler sampler_;
+  std::vector<std::int64_t> const depths_;
   StepRequest request_;
-  std::int64_t length_ = 0;
+  Company others_;  // what the next step runs beside this sequence
+  DraftCounts counts_;
+  std::int64_t length_ = 0, settled_ = 0;
   std::vector<float> states_;  // of tokens that steps ran over, in their order
 };
 

@@ -50,13 +50,14 @@ std::size_t Progress::take(std::vector<Token> const& block, Decoder& decoder,
 
   // From here on nothing throws.
   (generation_.tokens.empty() ? stats.prefill_seconds : stats.decode_seconds) += seconds;
-  stats.drafted = decoder.drafted;
-  stats.accepted = decoder.accepted;
-  stats.lookup_drafted = decoder.lookup_drafted;
-  stats.lookup_accepted = decoder.lookup_accepted;
-  stats.learned_drafted = decoder.learned_drafted;
-  stats.learned_accepted = decoder.learned_accepted;
-  stats.layer_tokens_run = decoder.undone * stats.num_layers;
+  DraftCounts const& counts = decoder.counts();
+  stats.drafted = counts.drafted;
+  stats.accepted = counts.accepted;
+  stats.lookup_drafted = counts.lookup_drafted;
+  stats.lookup_accepted = counts.lookup_accepted;
+  stats.learned_drafted = counts.learned_drafted;
+  stats.learned_accepted = counts.learned_accepted;
+  stats.layer_tokens_run = (counts.drafted - counts.accepted) * stats.num_layers;  // of what every layer ran and is undone
   for (std::size_t k = 0; k < depths_.size(); ++k) {
     stats.layer_tokens_run += (lengths[k] - cached_tokens) * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
   }

@@ -28,7 +28,6 @@ class Progress {
 
   // Begins the next block. Where it throws, it is to be called again.
   void begin(Decoder& decoder) const {
-    decoder.settled = decoder.length();
     decoder.begin(next_ids_, request_.max_new_tokens - generation_.stats.total_tokens());
   }
 

@@ -46,10 +46,7 @@ Replayed replay(Recording const& recording, DraftLimits const& limits) {
     made += block.size();
     ids = {block.back().id};
   }
-  replayed.drafted = decoder->drafted;
-  replayed.accepted = decoder->accepted;
-  replayed.lookup_drafted = decoder->lookup_drafted;
-  replayed.lookup_accepted = decoder->lookup_accepted;
+  replayed.counts = decoder->counts();
   return replayed;
 }
 

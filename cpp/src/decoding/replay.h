@@ -21,7 +21,7 @@ struct Recording {
 };
 
 struct Replayed {
-  std::int64_t drafted = 0, accepted = 0, lookup_drafted = 0, lookup_accepted = 0;
+  DraftCounts counts;
   std::vector<std::int64_t> exits;  // drafts made at each checkpoint
   // Of each verifying run after that of the prompt, tokens that were pending before the deep segments, and new tokens.
   std::vector<std::pair<std::int64_t, std::int64_t>> runs;

@@ -24,10 +24,10 @@ void Job::begin(Sequence& sequence, std::shared_ptr<Audit> const& audit, DraftsI
   decoder_ = make_decoder(manifest_, *request_, number_, audit, drafter, balances);
   progress_.begin(*decoder_);
   if (request_->prompt_logprobs) scores_.emplace(manifest_, prompt_, *request_->prompt_logprobs);
-  sequence.candidates = scores_ ? 0 : decoder_->candidates;
-  sequence.states = decoder_->keeps_states;
-  sequence.draft_states = decoder_->reads_states() && !decoder_->keeps_states;
-  sequence.exit_state = decoder_->keeps_exit_states;
+  sequence.candidates = scores_ ? 0 : decoder_->candidates();
+  sequence.states = request_->states && request_->mode == Mode::full;
+  sequence.exit_state = request_->states && request_->mode == Mode::exit;
+  sequence.draft_states = decoder_->reads_states();
   sequence_ = &sequence;
 }
 
@@ -44,7 +44,7 @@ std::vector<std::int64_t> Job::text() const {
 }
 
 StepRequest const* Job::next_step(std::int64_t limit, bool full) {
-  sequence_->settled = decoder_->settled;
+  sequence_->settled = decoder_->settled();
   if (scores_prompt()) {
     if (limit < 1) return nullptr;
     StepRequest const& piece = scores_->request(limit);
@@ -69,7 +69,7 @@ StepRequest const* Job::next_step(std::int64_t limit, bool full) {
 
 bool Job::take(StepResult const& result, double seconds) {
   if (!read_) {
-    decoder_->read_states(result);
+    decoder_->read_states(result, sequence_->exit_state);
     seconds_ += seconds;
     read_ = true;
   }

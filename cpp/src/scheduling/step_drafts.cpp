@@ -9,7 +9,7 @@ namespace tide {
 void StepLoop::show_others(Job& job) const noexcept {
   if (job.reads_prompt()) return;
   std::int64_t const later = last_ > 0 ? last_ - job.left() : 0;
-  job.decoder().others = {writing_ - 1, tokens_ - 1 - job.decoder().planned(), later};
+  job.decoder().run_beside({writing_ - 1, tokens_ - 1 - job.decoder().planned(), later});
 }
 
 // Runs the drafter for the jobs that ask it, all at once, until none does. Returns whether the step goes on.
