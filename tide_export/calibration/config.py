@@ -33,7 +33,8 @@ class Settings(BaseModel):
             name, *inside = first["loc"]
             # For a union, pydantic has a message per member, with the member's name.
             union = bool(inside) and isinstance(inside[0], str)
-            reason = "must be auto, none, or a list of layer counts" if union and name == "checkpoints" else first["msg"]
+            layers = "must be auto, none, or a list of layer counts"
+            reason = layers if union and name == "checkpoints" else first["msg"]
             raise ConfigError(f"option {name}: {reason} (got {given.get(str(name), first.get('input'))!r})") from None
 
 

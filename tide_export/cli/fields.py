@@ -58,7 +58,8 @@ def _layers(text: str) -> str | tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not auto or none, nor a list of layer counts such as 3,6,9") from None
+        wanted = "auto or none, nor a list of layer counts such as 3,6,9"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
 
 
 def _shown(default: Any) -> str:

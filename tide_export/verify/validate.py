@@ -257,7 +257,7 @@ def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[_Setting]:
 
 
 class _Run(NamedTuple):
-    """What all checks of a validation share."""
+    """Holds what is the same in all checks of a validation."""
 
     source: SourceModel
     routers: RouterSet | None
