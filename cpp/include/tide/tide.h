@@ -124,7 +124,7 @@ typedef struct {
 TIDE_API tide_status tide_load_networks(const char* bundle, const char* options, const tide_networks* networks,
                                         tide_engine** engine);
 
-/* Returns the maximum of requests that a scheduler decodes at the same time; 1: this bundle has no schedulers. */
+/* Returns the maximum of requests that a scheduler decodes at the same time. */
 TIDE_API int64_t tide_max_batch_size(const tide_engine* engine);
 
 /* Returns the provider that runs the bundle: "cpu", "cuda", "tensorrt" or "tensorrt-rtx". */
