@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_case_gets_a_ratio(demo_bundle: Path) -> None:
     import two_trees
 
-    ratios = two_trees.compare(ROOT, str(demo_bundle), 1, 1)
+    ratios = two_trees.compare(ROOT, str(demo_bundle), 1, 1, 1)
     assert set(ratios) == {"full", "exit", "lossless", "prompt of 512", "8 streams", "16 streams"}
     assert all(0.05 < ratio < 20 for ratio in ratios.values())
 
@@ -29,4 +29,4 @@ def test_other_tokens_are_refused(demo_bundle: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(two_trees, "asked", changed)
     with pytest.raises(SystemExit, match="the tokens of 'full' differ"):
-        two_trees.compare(ROOT, str(demo_bundle), 2, 1)
+        two_trees.compare(ROOT, str(demo_bundle), 1, 2, 1)

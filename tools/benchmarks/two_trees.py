@@ -1,10 +1,11 @@
 """Times what a checkout generates against another one, interleaved: medians of the ratios of rounds.
 
-    python tools/benchmarks/two_trees.py OTHER BUNDLE [BUNDLE ...] [--rounds 15] [--threads 2]
+    python tools/benchmarks/two_trees.py OTHER BUNDLE [BUNDLE ...] [--loads 6] [--rounds 3] [--threads 2]
 
 OTHER is a checkout with its library built, such as a worktree of the commit before a change. Each tree has a process,
 which opens a bundle and runs every case once when it is asked; rounds alternate between the two, and so does which is
-first. The greedy tokens must be equal. A ratio below 1 says that this checkout is faster.
+first. Where a process has its weights changes its time by up to a tenth, so both are started `--loads` times. The
+greedy tokens must be equal. A ratio below 1 says that this checkout is faster.
 """
 
 import argparse
@@ -87,22 +88,25 @@ def asked(process: subprocess.Popen[str]) -> dict[str, Found]:
     return answer
 
 
-def compare(other: Path, bundle: str, rounds: int, threads: int) -> dict[str, float]:
+def compare(other: Path, bundle: str, loads: int, rounds: int, threads: int) -> dict[str, float]:
     """Returns the median of this tree's seconds over the other's, by case.
 
     Raises:
         SystemExit: greedy tokens differ.
     """
     ratios: dict[str, list[float]] = {}
-    with worker(ROOT, bundle, threads) as here, worker(other, bundle, threads) as there:
-        asked(here), asked(there)  # pays for memory and caches
-        for number in range(rounds):
-            order = (here, there) if number % 2 == 0 else (there, here)
-            found = {process: asked(process) for process in order}
-            for name, one in found[here].items():
-                if one["tokens"] != found[there][name]["tokens"]:
-                    raise SystemExit(f"error: the tokens of '{name}' differ")
-                ratios.setdefault(name, []).append(one["seconds"] / found[there][name]["seconds"])
+    for load in range(loads):
+        trees = [ROOT, other] if load % 2 == 0 else [other, ROOT]
+        with worker(trees[0], bundle, threads) as first, worker(trees[1], bundle, threads) as second:
+            here, there = (first, second) if load % 2 == 0 else (second, first)
+            asked(first), asked(second)  # pays for memory and caches
+            for number in range(rounds):
+                order = (here, there) if number % 2 == 0 else (there, here)
+                found = {process: asked(process) for process in order}
+                for name, one in found[here].items():
+                    if one["tokens"] != found[there][name]["tokens"]:
+                        raise SystemExit(f"error: the tokens of '{name}' differ")
+                    ratios.setdefault(name, []).append(one["seconds"] / found[there][name]["seconds"])
     return {name: median(values) for name, values in ratios.items()}
 
 
@@ -110,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("bundles", nargs="*", metavar="BUNDLE")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="(%(default)s)")
+    parser.add_argument("--loads", type=int, default=6, metavar="N", help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(%(default)s)")
     parser.add_argument("--work", metavar="BUNDLE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -120,7 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.other is None or not options.bundles:
         parser.error("name the other checkout and a bundle or more")
     for bundle in options.bundles:
-        found = compare(options.other.resolve(), str(Path(bundle).resolve()), options.rounds, options.threads)
+        found = compare(
+            options.other.resolve(), str(Path(bundle).resolve()), options.loads, options.rounds, options.threads
+        )
         print(Path(bundle).name, *(f"{name} {ratio:.3f}" for name, ratio in found.items()), sep="  ", flush=True)
     return 0
 
