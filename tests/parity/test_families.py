@@ -19,12 +19,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.manifest import Drafting
-from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.drafting.bundle import write_drafter
 from tide_export.drafting.files import embedding_of
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, static_dim
+from tide_export.model.source import SourceModel
 from tide_export.routers.random_routers import random_routers
+from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load, open_engine
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.scheduler import SchedulerLimits
@@ -32,10 +34,12 @@ from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full, check_lossless
+from tide_export.verify.step_graph import StepGraph
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]  # none, one and five windows long
 ENDED = [9, 2, 7, 5, 2, 2, 11, 40]  # texts end within: n-grams do not go back beyond an end
 NEW_TOKENS = 24
+GRAPH_TOKENS = 6  # of model.onnx without the library, whose step takes longer
 
 # The forms of routers: lens and shortlist for every family, the parts alone for a few.
 LENS_AND_SHORTLIST = {"lens_rank": 8, "shortlist": 16}
@@ -93,6 +97,7 @@ def test_every_form_of_a_family_is_equal(family: str, tmp_path: Path) -> None:
             check_batch(engine, middle)
         if number == 0:
             check_drafts(family, engine, source)
+        check_graph(engine.bundle, source, routers, middle)
         if batched and not recurrent:
             check_segments(family, source, routers, folder, pieces, middle)
         if number == 0 and not recurrent:
@@ -109,6 +114,16 @@ def test_one_prompt_and_one_exit_of_a_family_are_equal(family: str, tmp_path: Pa
     assert full.within_tolerance == 0
     middle = dividing_thresholds(source, routers, PROMPTS[2])
     exits = check_exit(engine, source, routers, prompts, NEW_TOKENS, middle, max_pending=4)
+    assert exits.holds, exits.differences
+    check_graph(engine.bundle, source, routers, middle)
+
+
+def check_graph(bundle: Bundle, source: SourceModel, routers: RouterSet, thresholds: list[float]) -> None:
+    """model.onnx, which no engine of ours opens, in ONNX Runtime without the library."""
+    graph = StepGraph(bundle, threads=1)
+    full = check_full(graph, source, PROMPTS[2:], GRAPH_TOKENS)
+    assert full.holds, full.differences
+    exits = check_exit(graph, source, routers, PROMPTS[2:], GRAPH_TOKENS, thresholds, max_pending=2)
     assert exits.holds, exits.differences
 
 

@@ -36,6 +36,7 @@ from tide_export.runtime.scheduler import AuditConfig, SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full, check_lossless
+from tide_export.verify.step_graph import StepGraph
 
 RANK = 8
 TARGETS = {
@@ -110,6 +111,8 @@ def test_full_is_peft_and_exit_is_the_oracle_on_it(family: str, tmp_path: Path) 
         assert drafts.holds, (name, drafts.differences)
         texts.add(tuple(under_test.generate(PROMPTS[2], mode="full", max_new_tokens=NEW_TOKENS).tokens))
     assert len(texts) == 3, "the adapters change no token"
+    graph = check_full(StepGraph(bundle, threads=1), source, PROMPTS[2:], 4)
+    assert graph.holds, ("model.onnx without an adapter", graph.differences)
 
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "stop_token_ids": [], "mode": "full"}
     for name in (None, *adapted):

@@ -127,7 +127,7 @@ class _Segment:
         past = past_buffers(pieces.kv_read(self.k), pieces.kv_shapes, BATCH, self.capacity)
         self.inputs |= {str(buffer.name): buffer for buffer in past.values()}
         start = len(builder.nodes)
-        y, *_ = builder.inline(pieces.segments[self.k], [x, positions], BATCH, TOKENS)
+        (y,) = builder.inline(pieces.segments[self.k], [x, positions], BATCH, TOKENS)
         y.shape = ir.Shape([BATCH, TOKENS, dims(y)[-1]])
         written = attend_from_cache(builder.nodes[start:], past, [lengths, positions, places_of_buffers])
         self.outputs |= present_outputs(written)

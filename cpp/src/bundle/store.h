@@ -17,7 +17,6 @@
 namespace tide {
 
 constexpr char const* kManifestFile = "tide.json";
-constexpr char const* kGraphFile = "model.onnx";
 constexpr char const* kDrafterFile = "drafter.onnx";
 constexpr char const* kWeightsFile = "model.onnx.data";
 constexpr char const* kSegmentsWeightsFile = "segments/weights.data";

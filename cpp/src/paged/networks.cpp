@@ -48,6 +48,14 @@ NetworkSpec head_spec(Manifest const& manifest, std::int64_t exit_size) {
            {names::kLogits, false, "float32", {1, kTokens, manifest.model.vocab_size}}}};
 }
 
+// The last dimension of a tensor; 0, which none has, where it is not a number or there is no such tensor.
+std::int64_t last_dimension(std::vector<Tensor> const& tensors, char const* name) {
+  for (Tensor const& tensor : tensors) {
+    if (tensor.name == name && !tensor.shape.empty()) return std::max<std::int64_t>(tensor.shape.back(), 0);
+  }
+  return 0;
+}
+
 // Compares what a network was exported with, and its tensors do not show, with the manifest; earlier releases did not
 // record it.
 void check_metadata(Ort::Session const& session, Manifest const& manifest, std::string const& network) {
@@ -66,13 +74,6 @@ void check_metadata(Ort::Session const& session, Manifest const& manifest, std::
 }
 
 }  // namespace
-
-std::int64_t last_dimension(std::vector<Tensor> const& tensors, char const* name) {
-  for (Tensor const& tensor : tensors) {
-    if (tensor.name == name && !tensor.shape.empty()) return std::max<std::int64_t>(tensor.shape.back(), 0);
-  }
-  return 0;
-}
 
 Layers layers_of(Manifest const& manifest, std::size_t k) {
   std::vector<std::int64_t> const depths = manifest.depths();

@@ -20,9 +20,6 @@ Layers layers_of(Manifest const& manifest, std::size_t k);
 // Those of segment k with K/V of their own, ascending.
 std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k);
 
-// The last dimension of a tensor; 0, which none has, where it is not a number or there is no such tensor.
-std::int64_t last_dimension(std::vector<Tensor> const& tensors, char const* name);
-
 // Numbers of the recurrent states of the model that are of these layers.
 std::vector<std::size_t> states_of(Manifest const& manifest, Layers const& layers);
 

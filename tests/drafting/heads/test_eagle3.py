@@ -232,6 +232,17 @@ def test_the_manifest_says_what_it_drafts_with(bundle: tuple[Any, ...], engine: 
 
 
 @pytest.mark.parametrize("threshold", [1.0, 0.5])
+def test_drafts_of_a_list_cost_no_token(engine: Engine, threshold: float) -> None:
+    prompts = [prompt(VOCABULARY, 9, seed) for seed in range(3)]
+    given: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.8, "seed": [0, 1, 2], "stop_token_ids": []}
+    full = engine.generate(prompts, mode="full", **given)
+    options = {"mode": "lossless", "threshold": threshold, "prompt_lookup": 0, "drafter": 4}
+    drafted = engine.generate(prompts, **given, **options)
+    assert [one.tokens for one in drafted] == [one.tokens for one in full]
+    assert sum(one.stats.learned_drafted for one in drafted) > 10
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.5])
 @pytest.mark.parametrize("drafter", [1, 4])
 def test_drafts_cost_no_token(engine: Engine, drafter: int, threshold: float) -> None:
     """With a threshold below 1 exits draft too."""
