@@ -1,6 +1,6 @@
 // Declares the interfaces of a backend, which runs an opened bundle, and of a batch of sequences on it: one of a stream or a
 // `State`, several of a list or a scheduler. A step decides after every segment how deep each token goes, by
-// decoding/depth_rule.h: on pages of the host's memory (paged/batch.cpp) or on a device's buffers (segmented/steps.cpp).
+// decoding/depth_rule.h: on pages of the host's memory (paged/batch.cpp) or on a device's buffers (segmented/batch.cpp).
 #pragma once
 
 #include <cstddef>

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "decoding/depth_rule.h"
 #include "generation_error.h"
 #include "names.h"
 #include "tide/errors.h"
@@ -45,32 +44,11 @@ std::vector<StepResult> PagedBatch::step(std::vector<SlotRequest> const& request
 
 std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& requests) {
   std::vector<Running> all = begin(requests);
-  Steps everyone;
-  for (Running& one : all) everyone.push_back(&one);
-  Steps previous = everyone;
-  for (std::size_t k = 0; k < segments_.size(); ++k) {
-    Steps const active = k == 0 ? everyone : still_active(previous, k);
-    if (active.empty()) break;
-    bool const all_ran = previous.size() == all.size();
-    Steps const scheduled =
-        all_catch_up(active.size(), all.size(), all_ran, compaction_threshold_) ? everyone : active;
-    float* const input = k == 0 ? nullptr : gather(k, scheduled, scheduled.size() == previous.size());
-    bool const deepest = k + 1 == segments_.size();
-    std::vector<std::int64_t> logits;
-    for (Running* const one : scheduled) {
-      StepRequest const& request = one->request->request;
-      bool const may_exit = !deepest && !one->exit && !request.full;
-      one->threshold = static_cast<float>(may_exit ? one->sequence->rule.thresholds[k] : kNeverExit);
-      bool const gives_logits = deepest && (one->request->verifies || !one->exit);
-      std::int64_t const needed = gives_logits ? std::min(request.logits_to_keep, one->count) : 1;
-      logits.push_back(deepest && reads_all(*one->sequence) ? one->count : needed);
-      one->logits = static_cast<std::size_t>(needed);
-    }
-    run(k, scheduled, logits, input);
-    note_exits(k, scheduled, logits);
-    if (!deepest) keep_states(k, scheduled);
-    previous = scheduled;
-  }
+  std::size_t ran = all.size();
+  walk_segments(all, segments_.size(), compaction_threshold_, [&](std::size_t k, Steps const& scheduled) {
+    run(k, scheduled, scheduled.size() == ran);
+    ran = scheduled.size();
+  });
   std::vector<StepResult> step_results = results(all);
   commit(all);
   return step_results;
@@ -84,33 +62,44 @@ std::vector<PagedBatch::Running> PagedBatch::begin(std::vector<SlotRequest> cons
     std::vector<std::int64_t> const& ids = request.request.ids;
     PagedSequence& sequence = *sequences_[request.slot];
     std::int64_t const total = sequence.reserve(ids.size());
-    all.push_back({&request, &sequence, total, static_cast<std::int64_t>(ids.size())});
+    all.push_back({{&request, &sequence, total}, static_cast<std::int64_t>(ids.size())});
     if (sequence.scores) all.back().scores.assign(depths_.size() - 1, std::numeric_limits<float>::quiet_NaN());
     ids_.insert(ids_.end(), ids.begin(), ids.end());
   }
   return all;
 }
 
-// Of the sequences that ran the previous segment, those that need segment k.
-PagedBatch::Steps PagedBatch::still_active(Steps const& ran, std::size_t k) const {
-  Steps still;
-  for (Running* const one : ran) {
-    PagedSequence const& sequence = *one->sequence;
-    if (is_active(one->exit.has_value(), one->total - sequence.lengths[k], sequence.rule.max_pending)) {
-      still.push_back(one);
-    }
+// Runs segment k over some sequences. all_of_previous: whether they are those that ran the segment before.
+void PagedBatch::run(std::size_t k, Steps const& scheduled, bool all_of_previous) {
+  float* const input = k == 0 ? nullptr : gather(k, scheduled, all_of_previous);
+  bool const deepest = k + 1 == segments_.size();
+  std::vector<Part> parts;
+  std::size_t start = 0;
+  for (Running* const one : scheduled) {
+    bool const gives_logits = deepest && (one->request->verifies || !one->exit);
+    std::int64_t const needed = gives_logits ? std::min(one->request->request.logits_to_keep, one->count) : 1;
+    std::int64_t const rows = deepest && reads_all(*one->sequence) ? one->count : needed;
+    parts.push_back({&one->paged(), one->count, one->total, rows, one->threshold});
+    one->logits = static_cast<std::size_t>(needed);
+    one->start = start;
+    start += static_cast<std::size_t>(one->count);
   }
-  return still;
+  if (k == 0) {
+    segments_[k]->run(parts, ids_.data());
+  } else {
+    segments_[k]->run(parts, input);
+  }
+  note_exits(k, scheduled, parts);
 }
 
 // Segment k's input: the pending and the new hidden states of the scheduled sequences.
 float* PagedBatch::gather(std::size_t k, Steps const& scheduled, bool all_of_previous) {
   bool const none_pending = std::all_of(scheduled.begin(), scheduled.end(),
-                                        [&](Running const* one) { return one->sequence->pending[k].empty(); });
+                                        [&](Running const* one) { return one->paged().pending[k].empty(); });
   if (all_of_previous && none_pending) return segments_[k - 1]->hidden.data();
   input_.clear();
   for (Running* const one : scheduled) {
-    std::vector<float> const& pending = one->sequence->pending[k];
+    std::vector<float> const& pending = one->paged().pending[k];
     float const* const states = new_states(k - 1, *one);
     input_.insert(input_.end(), pending.begin(), pending.end());
     input_.insert(input_.end(), states, states + floats(one->count));
@@ -119,49 +108,28 @@ float* PagedBatch::gather(std::size_t k, Steps const& scheduled, bool all_of_pre
   return input_.data();
 }
 
-void PagedBatch::run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input) {
-  std::vector<Part> parts;
-  std::int64_t start = 0;
-  for (std::size_t i = 0; i < scheduled.size(); ++i) {
-    Running& one = *scheduled[i];
-    parts.push_back({one.sequence, one.count, one.total, logits[i], one.threshold});
-    one.start = static_cast<std::size_t>(start);
-    one.segments_run = k + 1;
-    start += one.count;
-  }
-  if (k == 0) return segments_[k]->run(parts, ids_.data());
-  segments_[k]->run(parts, input);
-}
-
-// Notes which sequences exit after segment k, and their states.
-void PagedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits) {
+// Notes which sequences exit after segment k, what the head reads of them, and the hidden states of those that this may be
+// the last run over.
+void PagedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<Part> const& parts) {
   NetworkRun const& segment = *segments_[k];
   bool const deepest = k + 1 == segments_.size();
   float const* states = segment.exit_states.data();
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
     Running& one = *scheduled[i];
-    float const* const end = states + static_cast<std::size_t>(logits[i]) * networks_.exit_size();
+    float const* const end = states + static_cast<std::size_t>(parts[i].logits) * networks_.exit_size();
     bool const exits = deepest ? !one.exit || one.request->verifies : segment.scores[i] > one.threshold;
     if (exits) {
       one.exit = k;
       one.exit_states.assign(end - one.logits * networks_.exit_size(), end);
     }
     if (!deepest && !one.scores.empty()) one.scores[k] = segment.scores[i];
+    if (!deepest && one.exit) one.states.assign(new_states(k, one), new_states(k, one) + floats(one.count));
     if (deepest && reads_all(*one.sequence)) one.final_states.assign(states, end);
     if (deepest && one.sequence->draft_states && !segment.draft_states.empty()) {
       float const* const first = segment.draft_states.data() + one.start * final_size_;
       one.final_states.assign(first, first + static_cast<std::size_t>(one.count) * final_size_);
     }
     states = end;
-  }
-}
-
-// Copies the states of the sequences that this may be the last run of: of those that exited.
-void PagedBatch::keep_states(std::size_t k, Steps const& ran) {
-  for (Running* const one : ran) {
-    if (!one->exit) continue;
-    float const* const states = new_states(k, *one);
-    one->states.assign(states, states + floats(one->count));
   }
 }
 
@@ -184,18 +152,19 @@ std::vector<StepResult> PagedBatch::results(std::vector<Running>& all) {
   float const* exits = exit_states_.data();
   std::vector<StepResult> step_results;
   for (Running& one : all) {
-    one.sequence->final_states.swap(one.final_states);
-    one.sequence->router_scores.swap(one.scores);
+    PagedSequence& sequence = one.paged();
+    sequence.final_states.swap(one.final_states);
+    sequence.router_scores.swap(one.scores);
     StepResult result;
     result.logits = logits;
     result.rows = one.exit_states.size() / width;
     result.vocabulary = vocabulary;
     result.exit_layer = depths_[*one.exit];
     result.segments_run = static_cast<std::int64_t>(one.segments_run);
-    if (one.sequence->scores) result.scores = one.sequence->router_scores.data();
-    result.states = one.sequence->final_states.data();
-    result.state_width = one.sequence->draft_states ? final_size_ : width;
-    result.state_rows = one.sequence->final_states.size() / result.state_width;
+    if (sequence.scores) result.scores = sequence.router_scores.data();
+    result.states = sequence.final_states.data();
+    result.state_width = sequence.draft_states ? final_size_ : width;
+    result.state_rows = sequence.final_states.size() / result.state_width;
     exits += one.exit_states.size();
     result.exit_state = exits - width;
     step_results.push_back(result);
@@ -208,10 +177,10 @@ std::vector<StepResult> PagedBatch::results(std::vector<Running>& all) {
 void PagedBatch::commit(std::vector<Running>& all) {
   for (Running& one : all) {
     if (one.segments_run == segments_.size()) continue;
-    std::vector<float> const& pending = one.sequence->pending[one.segments_run];
+    std::vector<float> const& pending = one.paged().pending[one.segments_run];
     one.states.insert(one.states.begin(), pending.begin(), pending.end());
   }
-  for (Running& one : all) one.sequence->ran(one.segments_run, one.total, std::move(one.states));
+  for (Running& one : all) one.paged().ran(one.segments_run, one.total, std::move(one.states));
 }
 
 }  // namespace tide

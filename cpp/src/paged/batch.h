@@ -1,13 +1,12 @@
-// Steps several sequences at once: after every segment it decides, by decoding/depth_rule.h, which of them run the next.
+// Steps sequences whose K/V lie in pages of one pool: runs ONNX Runtime's networks of one segment each.
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "paged/run.h"
 #include "paged/paged_sequence.h"
-#include "sequence.h"
+#include "segment_walk.h"
 #include "tide/state.h"
 
 namespace tide {
@@ -34,30 +33,24 @@ class PagedBatch final : public Batch {
 
  private:
   // One sequence in a step.
-  struct Running {
-    SlotRequest const* request;
-    PagedSequence* sequence;
-    std::int64_t total;                    // its tokens, the new ones included
-    std::int64_t count;                    // its tokens in the last segment's run over it
-    std::size_t start = 0;                 // index of the first of these in that run
-    std::size_t segments_run = 0;          // segments 0 .. segments_run - 1 ran over it
-    float threshold = static_cast<float>(kNeverExit);  // of the segment that runs next, for the last token's score
-    std::optional<std::size_t> exit{};     // the segment after which it exits
-    std::size_t logits = 1;                // rows of the head's input
-    std::vector<float> exit_states{};      // [logits, D'], the head's input
-    std::vector<float> final_states{};     // [n, D'] or [n, H], of all tokens of the last segment, where they are asked for
-    std::vector<float> scores{};           // by checkpoint, the router's, where they are asked for
-    std::vector<float> states{};           // [n, D], after the last segment that ran, unless it was the model's last
+  struct Running : RunningSequence {
+    std::int64_t count;                  // its tokens in the last segment's run over it
+    std::size_t start = 0;               // index of the first of these in that run
+    std::size_t logits = 1;              // rows of the head's input
+    std::vector<float> exit_states{};    // [logits, D'], the head's input
+    std::vector<float> final_states{};   // [n, D'] or [n, H], of all tokens of the last segment, where they are asked for
+    std::vector<float> scores{};         // by checkpoint, the router's, where they are asked for
+    std::vector<float> states{};         // [n, D], after the last segment that ran, unless it was the model's last
+
+    PagedSequence& paged() const { return static_cast<PagedSequence&>(*sequence); }
   };
   using Steps = std::vector<Running*>;
 
   std::vector<StepResult> run_step(std::vector<SlotRequest> const& requests);
   std::vector<Running> begin(std::vector<SlotRequest> const& requests);
-  Steps still_active(Steps const& ran, std::size_t k) const;
+  void run(std::size_t k, Steps const& scheduled, bool all_of_previous);
   float* gather(std::size_t k, Steps const& scheduled, bool all_of_previous);
-  void run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input);
-  void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
-  void keep_states(std::size_t k, Steps const& ran);
+  void note_exits(std::size_t k, Steps const& scheduled, std::vector<Part> const& parts);
   std::vector<StepResult> results(std::vector<Running>& all);
   void commit(std::vector<Running>& all);
 

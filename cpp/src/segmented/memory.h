@@ -1,6 +1,6 @@
 // Holds the buffers of up to `slots` sequences on a device, and runs the networks over them.
 //
-// `SegmentedSteps` decides which slots run a segment. The buffers have a block for each slot: K/V, the hidden states pending
+// `SegmentedBatch` says which slots run a segment. The buffers have a block for each slot: K/V, the hidden states pending
 // before each segment but the first, and the exit states that the head reads. The networks read and update them in place, so
 // the addresses of a run over adjacent slots depend only on the segment, the slots and the number of tokens. Lengths,
 // thresholds and token ids are copied to the device once per run, scores and exits to the host once; `Head` copies logits.

@@ -1,4 +1,4 @@
-// Decides on a GPU which segments a step runs, by the rules of `SegmentedSteps`, for one slot at a time.
+// Decides on a GPU which segments a step runs, by the rules of `walk_segments`, for one slot at a time.
 //
 // `step_kernel.cu` calls these functions in a thread per slot; tests call them on the host. After each segment, each slot
 // either exits or continues, the slots that need the next segment are counted, and each is scheduled or made padding.
