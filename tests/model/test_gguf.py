@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import GgufConfig
 
 from tide_export.bundle.opened import open_bundle
+from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
 from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import ModelError
 from tide_export.model.source import load_model
+from tide_export.pipeline.flow import export
 from tide_export.runtime.engine import load
 
 IDS = torch.tensor([[5, 9, 2, 44, 17, 60, 3, 3]])
@@ -42,6 +44,50 @@ def test_the_numbers_are_those_of_transformers(tmp_path: Path, kind: str) -> Non
     assert all(parameter.dtype == torch.float32 for parameter in source.model.parameters())
     with torch.no_grad():
         assert torch.equal(source.run(IDS, []).logits, theirs(IDS).logits)
+
+
+LAYOUTS = {
+    "Q8_0": ("llama", "Q8_0", {}, 16),
+    "Q4_0": ("llama", "Q4_0", {"output.": "Q8_0"}, 16),
+    "mixed": ("llama", "Q4_0", {"attn_k": "Q8_0", "attn_v": "F16", "token_embd": "Q8_0", "output.": "Q4_1"}, 11),
+    "LFM2": ("lfm2", "Q4_0", {"token_embd": "Q8_0"}, 13),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_integers_that_the_matmuls_hold_are_kept(tmp_path: Path, layout: str, caplog) -> None:
+    """Every weight is transformers' to the bit; the exported model says what transformers' does with these."""
+    architecture, kind, kinds, kept = LAYOUTS[layout]
+    path = write_gguf(tmp_path / "tiny.gguf", kind, architecture, kinds)
+    with caplog.at_level("INFO"):
+        source = load_model(path, packed=True)
+    theirs = hugging_face(path)
+    assert f"integers are kept in {kept} matrices" in caplog.text
+    assert source.quantized is not None
+    assert len(source.quantized.blocks) == kept
+    weights = dict(theirs.named_parameters())
+    for name, matrix in source.quantized.blocks.items():
+        assert torch.equal(torch.from_numpy(matrix.values()), weights[name]), name
+    with torch.no_grad():
+        assert torch.equal(source.run(IDS, []).logits, theirs(IDS).logits)
+    config = TideConfig(checkpoints="none")
+    bundle = export(path, tmp_path / "bundle", config=config, accuracy_level=0)  # level 4 rounds inputs to 8 bits
+    tokens = load(bundle, threads=1).generate(IDS[0].tolist(), max_new_tokens=12, stop_token_ids=()).tokens
+    with torch.no_grad():
+        expected = theirs.generate(IDS, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert tokens == expected[0, IDS.shape[1] :].tolist()
+
+
+def test_a_bundle_is_as_large_as_its_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "Q4_0")
+    bundle = export(path, tmp_path / "bundle", config=TideConfig(checkpoints="none"))
+    weights = sum(file.stat().st_size for file in bundle.rglob("*.data") if not file.is_symlink())
+    assert weights < 1.12 * path.stat().st_size  # scales have 32 bits, where the file's have 16
+
+
+def test_other_weights_than_auto_round_the_widened_model(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "Q8_0")
+    assert load_model(path).quantized is None
 
 
 def test_the_whole_chain(file: Path, tmp_path: Path, capsys) -> None:

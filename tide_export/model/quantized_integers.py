@@ -59,7 +59,7 @@ class IntegerWeight:
         """Computes the matrix, float32 [K, N]."""
         dense, zeros, scales = self.values.float(), self.zeros.float(), self.scales.float()
         count = int(self.groups.max()) + 1
-        if torch.equal(self.groups, _consecutive(len(dense), len(dense) // count)):  # then nothing is gathered
+        if torch.equal(self.groups, consecutive(len(dense), len(dense) // count)):  # then nothing is gathered
             by_group = dense.view(count, -1, dense.shape[1])
             by_group -= zeros[:count, None]
             by_group *= scales[:count, None]
@@ -188,7 +188,7 @@ def read_gptq(parts: dict[str, torch.Tensor], bits: int, group_size: int, first_
     if first_version:
         zeros = (zeros + 1) & ((1 << bits) - 1)
     inputs = len(parts["qweight"]) * WORD // bits
-    groups = parts["g_idx"].long() if "g_idx" in parts else _consecutive(inputs, group_size)
+    groups = parts["g_idx"].long() if "g_idx" in parts else consecutive(inputs, group_size)
     return IntegerWeight(
         parts["qweight"], lambda words: unpack(words, bits, dim=0), bits, parts["scales"], zeros, groups
     )
@@ -200,7 +200,7 @@ def read_awq(parts: dict[str, torch.Tensor], group_size: int) -> IntegerWeight:
     qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N].
     """
     words, zeros = parts["qweight"], _awq_columns(parts["qzeros"]).to(torch.int16)
-    return IntegerWeight(words, _awq_columns, 4, parts["scales"], zeros, _consecutive(len(words), group_size))
+    return IntegerWeight(words, _awq_columns, 4, parts["scales"], zeros, consecutive(len(words), group_size))
 
 
 def read_compressed(parts: dict[str, torch.Tensor], bits: int, group_size: int) -> IntegerWeight:
@@ -218,7 +218,7 @@ def read_compressed(parts: dict[str, torch.Tensor], bits: int, group_size: int) 
         zeros = unpack(parts["weight_zero_point"], bits, dim=0)[: len(words)].T.to(torch.int16)
     groups = parts["weight_g_idx"].long() if "weight_g_idx" in parts else torch.tensor([-1])
     if bool((groups < 0).any()):
-        groups = _consecutive(inputs, group_size)
+        groups = consecutive(inputs, group_size)
     return IntegerWeight(words, lambda words: unpack(words, bits, dim=1).T, bits, scales, zeros, groups)
 
 
@@ -227,6 +227,6 @@ def _awq_columns(words: torch.Tensor) -> torch.Tensor:
     return stored[:, :, torch.tensor(AWQ_ORDER).argsort()].reshape(len(words), -1)
 
 
-def _consecutive(inputs: int, group_size: int) -> torch.Tensor:
+def consecutive(inputs: int, group_size: int) -> torch.Tensor:
     """Returns the group of each input; a size of -1 is one group for all."""
     return torch.arange(inputs) // (group_size if group_size > 0 else inputs)

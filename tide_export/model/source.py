@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import quiet_transformers
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from tide_export.model.attention import reference_attention
+from tide_export.model.gguf_weights import keeping_integers
 from tide_export.model.pretrained import (
     bounded_sizes,
     code_error,
@@ -205,8 +207,8 @@ def load_model(
 ) -> SourceModel:
     """Loads a causal LM in float32 with `reference_attention` and checks that it is usable.
 
-    A checkpoint that is already quantized is dequantized (see `model.quantized_checkpoints`), and so is a GGUF file, by
-    transformers.
+    A checkpoint that is already quantized is dequantized (see `model.quantized_checkpoints`), and so is a GGUF file
+    (`model.gguf_weights`).
 
     Args:
         name: a folder, a hub id or a GGUF file.
@@ -217,8 +219,8 @@ def load_model(
             safetensors they can).
         trust_remote_code: run Python code of the model's own (`auto_map` in its config.json), which can do anything
             that the user can.
-        packed: leave the integers of GPTQ and AWQ as they are stored, and widen each matrix while it is used; on the
-            CPU, without a device map. The result's `quantized` has them.
+        packed: leave the integers of GPTQ, AWQ and GGUF as they are stored, and widen each matrix while it is used; on
+            the CPU, without a device map. The result's `quantized` has them.
 
     Raises:
         ConfigError: both `device` and `device_map`.
@@ -236,7 +238,12 @@ def load_model(
     if is_gguf(name):
         placed["quantization_config"] = GgufConfig(dequantize=True)
     try:
-        with quiet_transformers(), bounded_sizes(name), opened(name, trust_remote_code) as (path, options):
+        with (
+            quiet_transformers(),
+            bounded_sizes(name),
+            keeping_integers() if packed else nullcontext(),
+            opened(name, trust_remote_code) as (path, options),
+        ):
             loaded: Any = kind.from_pretrained(
                 path,
                 config=config,
@@ -269,6 +276,8 @@ def load_model(
     kept = widen_when_run(model)
     if quantized is not None:
         how = "weights are read as the float32 numbers they stand for" if kept is None else "integers are kept"
+        if kept is not None and is_gguf(name):  # which has types that are not
+            how += f" in {len(kept.blocks)} matrices (Q8_0, Q4_0), and other weights read as float32"
         logger.info("%s is quantized (%s): its %s", name, quantized, how)
     source = wrap_model(model if packed or device_map is not None else model.to(device), name, remote_code, kept)
     return_free_memory()

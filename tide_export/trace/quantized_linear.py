@@ -8,6 +8,7 @@ another order gets states in that order, once where modules one after the other 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tide_export.model.quantized_integers import CheckpointMatrix
-from tide_export.model.quantized_weights import QuantizedWeights
+from tide_export.model.quantized_weights import Fp8Matrix, QuantizedWeights
 from tide_export.names.operators import OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL
 from tide_export.quantize.matrices import is_linear, parameter_names
 from tide_export.trace.symbolic import symbolic
@@ -47,11 +48,13 @@ def symbolic_quantized(model: PreTrainedModel, quantized: QuantizedWeights | Non
         def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
             if self not in weights:
                 return originals[kind](self, x)
-            blocks, attributes = quantized.blocks[weights[self]], {"weights": [weights[self]]}
+            blocks = quantized.blocks[weights[self]]
+            attributes: dict[str, Any] = {"weights": [weights[self]]}
             if kind is nn.Embedding:
                 return symbolic(OP_QUANTIZED_GATHER, [x], attributes, (*x.shape, blocks.columns), torch.float32)
             if self in orders:
                 x = in_order(x, orders[self])
+            attributes["bits"] = [0 if isinstance(blocks, Fp8Matrix) else blocks.bits]
             inputs = [x] if self.bias is None else [x, self.bias]
             return symbolic(OP_QUANTIZED_MATMUL, inputs, attributes, (*x.shape[:-1], blocks.rows))  # type: ignore[arg-type]
 

@@ -43,6 +43,11 @@ class _Projection:
         """Returns the names of the quantized matrices it multiplies by."""
         return () if self.weight is not None else tuple(self.nodes[-1].attributes["weights"].as_strings())
 
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """Returns the bits of these matrices: a GGUF file may have some of 4 and some of 8."""
+        return () if self.weight is not None else tuple(self.nodes[-1].attributes["bits"].as_ints())
+
 
 class PackedProjectionsPass(ir.passes.InPlacePass):
     def requires(self, model: ir.Model) -> None:
@@ -64,7 +69,7 @@ def _packable(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Projection]]]:
     """Every attention whose three projections can be packed, with these."""
     for node in [node for name in OP_PAGED_ATTENTION.values() for node in nodes_of(model.graph, name, DOMAIN)]:
         projections = [p for value in node.inputs[:3] if (p := _projection(value)) is not None]
-        kinds = {(p.states, p.bias is None, p.weight is None) for p in projections}
+        kinds = {(p.states, p.bias is None, p.weight is None, p.bits) for p in projections}
         if len(projections) == 3 and len(kinds) == 1:
             yield node, projections
 
@@ -121,7 +126,7 @@ def _pack(graph: ir.Graph, attention: ir.Node, projections: list[_Projection]) -
             attention,
             OP_QUANTIZED_MATMUL,
             inputs,
-            {"weights": names},
+            {"weights": names, "bits": list(first.bits)},
             domain=DOMAIN,
             dtype=dtype,
             shape=shape,

@@ -106,7 +106,7 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
     def _gather(self, graph: ir.Graph, node: ir.Node) -> None:
         (name,) = names = node.attributes["weights"].as_strings()
         matrix, output = self.blocks[name], node.outputs[0]
-        assert isinstance(matrix, Blocks)
+        assert not isinstance(matrix, Fp8Matrix)
         _, *rest = _stored(graph, names, [matrix])
         rows = constant(graph, f"{name}.rows", matrix.packed.reshape(matrix.rows, -1))
         attributes = {"bits": matrix.bits, "block_size": matrix.block_size, "gather_axis": 0, "quantize_axis": 1}
