@@ -71,7 +71,7 @@ def test_integers_that_the_matmuls_hold_are_kept(tmp_path: Path, layout: str, ca
     with torch.no_grad():
         assert torch.equal(source.run(IDS, []).logits, theirs(IDS).logits)
     config = TideConfig(checkpoints="none")
-    bundle = export(path, tmp_path / "bundle", config=config, accuracy_level=0)  # level 4 rounds inputs to 8 bits
+    bundle = export(str(path), tmp_path / "bundle", config=config, accuracy_level=0)  # level 4 rounds inputs to 8 bits
     tokens = load(bundle, threads=1).generate(IDS[0].tolist(), max_new_tokens=12, stop_token_ids=()).tokens
     with torch.no_grad():
         expected = theirs.generate(IDS, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -80,7 +80,7 @@ def test_integers_that_the_matmuls_hold_are_kept(tmp_path: Path, layout: str, ca
 
 def test_a_bundle_is_as_large_as_its_file(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "Q4_0")
-    bundle = export(path, tmp_path / "bundle", config=TideConfig(checkpoints="none"))
+    bundle = export(str(path), tmp_path / "bundle", config=TideConfig(checkpoints="none"))
     weights = sum(file.stat().st_size for file in bundle.rglob("*.data") if not file.is_symlink())
     assert weights < 1.12 * path.stat().st_size  # scales have 32 bits, where the file's have 16
 
