@@ -45,8 +45,9 @@ class _Projection:
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """Returns the bits of these matrices: a GGUF file may have some of 4 and some of 8."""
-        return () if self.weight is not None else tuple(self.nodes[-1].attributes["bits"].as_ints())
+        """Returns the bits of the model's matrices: a GGUF file may have some of 4 and some of 8."""
+        bits = self.nodes[-1].attributes.get("bits")
+        return () if bits is None else tuple(bits.as_ints())
 
 
 class PackedProjectionsPass(ir.passes.InPlacePass):
