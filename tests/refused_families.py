@@ -101,7 +101,7 @@ UNBUILT = {
     "MusicgenForCausalLM": "AutoModelForCausalLM gives it the config of the model around it, which it does not take",
     "MusicgenMelodyForCausalLM": "as MusicgenForCausalLM",
     "Gemma4AssistantForCausalLM": "its config asks that all layers share keys and values, which its layers refuse",
-    "Emu3ForCausalLM": "its checkpoints are of the whole model, whose text model transformers loads by no class",
+    "Emu3ForCausalLM": "its weights are of the whole model, whose text model transformers loads by no class",
     "MllamaForCausalLM": "as Emu3ForCausalLM",
     "Dots3NoteForCausalLM": "a tiny config of it asks for more parameters than it has",
     "Gemma3nForConditionalGeneration": "its vision tower needs the package timm; its text model has a row",

@@ -117,7 +117,7 @@ def test_the_output_is_a_plain_model(trained, model: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in output.iterdir()} == {
         (output / "config.json").stat().st_mode & 0o777
     }
-    assert [entry.name for entry in output.parent.iterdir()] == ["model"]  # the state to resume from is gone
+    assert [entry.name for entry in output.parent.iterdir()] == ["model"]  # the snapshot is gone
     assert "agrees after 2 layers" in report.render()
 
 
@@ -347,7 +347,7 @@ class TestRefusals:
         with pytest.raises(AdaptError) as raised:
             adapt(str(model), tmp_path / "out", config(text))
         assert str(raised.value).startswith(f"the training diverged after 4 of {STEPS} steps, a loss or weight is not")
-        assert str(raised.value).endswith(f"the last good state is in {tmp_path}/.out.adapt/training.pt")
+        assert str(raised.value).endswith(f"the last good snapshot is in {tmp_path}/.out.adapt/training.pt")
         monkeypatch.undo()
         assert adapt(str(model), tmp_path / "out", config(text, learning_rate=1e-4)) is not None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tide_export.calibration import fit_lenses as module
-from tide_export.calibration import lens_checkpoint
+from tide_export.calibration import lens_snapshot
 from tide_export.calibration.collect import collect
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_lenses import fit_lenses
@@ -153,7 +153,7 @@ def test_auto_uses_one_only_where_it_saves_more_than_it_costs(demo, text, fitted
 def test_a_killed_run_resumes_to_the_same_lenses_whatever_the_global_generator(
     demo, text, fitted, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(lens_checkpoint, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(lens_snapshot, "SAVE_SECONDS", 0.0)
     passes = []
     run = type(demo).raw_states
 

@@ -7,7 +7,7 @@ import pytest
 from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, INT64, dims, nodes_of, typed_value
-from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, OP_CHECKPOINT
+from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, OP_MARKER
 
 WIDTHS = {"embed": 6, "extra_0": 2, "extra_1": 3}
 
@@ -30,15 +30,15 @@ def traced(extra: tuple[str, str] = ("extra_0", "extra_1"), dtype: ir.DataType =
     }
     x = values["embed"]
     for layer in (0, 1):
-        x = op(OP_CHECKPOINT, x, width=6, layer=layer)
+        x = op(OP_MARKER, x, width=6, layer=layer)
         x = op("Layer", x, values[extra[layer]], width=6)
-    x = op(OP_CHECKPOINT, x, width=6, layer=2)
+    x = op(OP_MARKER, x, width=6, layer=2)
     graph = ir.Graph([ids], [x], nodes=nodes, opset_imports={"": 23, DOMAIN: 1}, name="traced")
     return ir.Model(graph, ir_version=10)
 
 
 def widths(model: ir.Model) -> list[int]:
-    return [dims(node.outputs[0])[-1] for node in nodes_of(model.graph, OP_CHECKPOINT, DOMAIN)]
+    return [dims(node.outputs[0])[-1] for node in nodes_of(model.graph, OP_MARKER, DOMAIN)]
 
 
 def test_each_segment_gets_what_it_and_later_ones_read() -> None:
@@ -92,10 +92,10 @@ def passed_on(widths_of_layers: tuple[int, ...]) -> ir.Model:
 
     x, beside = op("Embed", ids, width=6), list[ir.Value]()
     for layer, width in enumerate(widths_of_layers):
-        x = op(OP_CHECKPOINT, x, width=6, layer=layer)
+        x = op(OP_MARKER, x, width=6, layer=layer)
         beside = [op("Beside", x, *beside, width=width)]
         x = op("Layer", x, *beside, width=6)
-    x = op(OP_CHECKPOINT, x, width=6, layer=len(widths_of_layers))
+    x = op(OP_MARKER, x, width=6, layer=len(widths_of_layers))
     graph = ir.Graph([ids], [x], nodes=nodes, opset_imports={"": 23, DOMAIN: 1}, name="traced")
     return ir.Model(graph, ir_version=10)
 

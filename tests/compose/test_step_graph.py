@@ -21,7 +21,7 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.paged_attention import Form, form_of, options_of
 from tide_export.model.source import wrap_model
 from tide_export.names import step_graph as names
-from tide_export.names.operators import OP_ATTENTION, OP_CANDIDATE, OP_CHECKPOINT, OP_LENS_CANDIDATE, OP_PAGED_ATTENTION
+from tide_export.names.operators import OP_ATTENTION, OP_CANDIDATE, OP_LENS_CANDIDATE, OP_MARKER, OP_PAGED_ATTENTION
 from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.runtime.engine import load
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -112,7 +112,7 @@ def test_checkpoints_with_and_without_a_lens_are_two_functions(demo_source, piec
 def test_our_operator_names_collide_with_no_onnx_operator() -> None:
     # TensorRT dispatches on the bare op type, whatever its domain.
     known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
-    ours = {OP_ATTENTION, OP_CHECKPOINT, OP_CANDIDATE, OP_LENS_CANDIDATE}
+    ours = {OP_ATTENTION, OP_MARKER, OP_CANDIDATE, OP_LENS_CANDIDATE}
     ours |= set(OP_PAGED_ATTENTION.values())
     assert not known & ours
 

@@ -105,14 +105,14 @@ def test_a_training_that_resumes_is_one_that_was_not_interrupted(store: AnswerSt
         whole.train_step(step / 8)
     for step in range(3):
         first.train_step(step / 8)
-    torch.save(first.state(), tmp_path / "state.pt")
+    torch.save(first.state_dict(), tmp_path / "state.pt")
     second = trainer_of(store)
     second.resume(torch.load(tmp_path / "state.pt", weights_only=True))
     for step in range(3, 6):
         second.train_step(step / 8)
     expected, found = whole.network.to_arrays(), second.network.to_arrays()
     assert all(np.array_equal(expected[name], found[name]) for name in expected)
-    assert second.state()["visits"] == whole.state()["visits"]
+    assert second.state_dict()["visits"] == whole.state_dict()["visits"]
 
 
 def test_two_processes_sum_to_the_gradient_of_one(store: AnswerStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from tide_export.errors import TraceError, UnsupportedModelError
 from tide_export.model.source import SourceModel, wrap_model
-from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_MARKER
 from tide_export.trace import tracer
 from tide_export.trace.attention.masks import refuse_additions
 from tide_export.trace.tracer import trace
@@ -26,7 +26,7 @@ def test_markers_and_attention_are_traced_in_order_and_the_model_is_unchanged() 
     traced = trace(source, (1,))
     ours = [node for node in traced.model.graph if node.domain == DOMAIN]
     layers = [n.attributes["layer"].as_int() for n in ours if n.op_type == OP_ATTENTION]
-    markers = [n.attributes["layer"].as_int() for n in ours if n.op_type == OP_CHECKPOINT]
+    markers = [n.attributes["layer"].as_int() for n in ours if n.op_type == OP_MARKER]
     assert layers == [0, 1]
     assert markers == [0, 1, 2, 3]
     assert traced.boundaries == (0, 1, 2)
@@ -37,7 +37,7 @@ def test_markers_and_attention_are_traced_in_order_and_the_model_is_unchanged() 
 def test_a_lost_marker_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     real = tracer._markers
     monkeypatch.setattr(tracer, "_markers", lambda source, bounds: real(source, (0, *bounds[2:])))
-    with pytest.raises(TraceError, match=r"checkpoints \[0, 2, 3\] instead of \[0, 1, 2, 3\]"):
+    with pytest.raises(TraceError, match=r"markers \[0, 2, 3\] instead of \[0, 1, 2, 3\]"):
         trace(two_layers(), (1,))
 
 

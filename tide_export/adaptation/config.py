@@ -56,7 +56,7 @@ class AdaptConfig(Settings):
         None, min_length=1, description="text to measure on, a SPEC; by default some documents of the dataset"
     )
     held_out_tokens: int = Field(8192, ge=16, description="approximate number of tokens to measure on")
-    save_minutes: float = Field(5.0, ge=0.0, description="minutes between saves of the state to resume from")
+    save_minutes: float = Field(5.0, ge=0.0, description="minutes between snapshots to resume from")
     seed: int = Field(0, ge=0, description="seed of the order of the text and of layer dropout")
 
     def exits(self, num_layers: int) -> tuple[int, ...]:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tide_export.adaptation.checkpoint import Checkpoint
 from tide_export.adaptation.config import AdaptConfig
 from tide_export.adaptation.lora import Lora
 from tide_export.adaptation.losses import Batch
 from tide_export.adaptation.output import check_output, check_space, round_weights, write_model
 from tide_export.adaptation.quality import Quality, measure
 from tide_export.adaptation.report import AdaptReport
+from tide_export.adaptation.snapshot import Snapshot
 from tide_export.adaptation.training import Trainer, padded
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.fast_attention import fast_attention
@@ -26,7 +26,7 @@ from tide_export.data.documents import Documents
 from tide_export.data.sequences import TokenSequence, load_tokenizer, read_sequences
 from tide_export.errors import AdaptError, ModelError
 from tide_export.model.pretrained import is_gguf, read_config
-from tide_export.model.quantized_checkpoints import prepare_quantized
+from tide_export.model.quantized_files import prepare_quantized
 from tide_export.model.source import SourceModel, load_model
 
 logger = logging.getLogger("tide_export")
@@ -54,11 +54,11 @@ def adapt(
 ) -> AdaptReport | None:
     """Trains `model` for early exit and writes it to the folder `output` in Hugging Face format.
 
-    A run that was interrupted resumes from the state in `cache` when it is started again.
+    A run that was interrupted resumes from the snapshot in `cache` when it is started again.
 
     Args:
         model: folder or hub id.
-        cache: folder of the state; None: a hidden folder beside the output.
+        cache: folder of the snapshot; None: a hidden folder beside the output.
         trust_remote_code: run Python code from the model's folder (see `model.source.load_model`).
 
     Returns:
@@ -73,7 +73,7 @@ def adapt(
     folder = target.parent / f".{target.name}.adapt" if cache is None else Path(cache)
     processes = Processes.current()
     if processes.main:
-        check_output(target, Checkpoint(folder, {}))
+        check_output(target, Snapshot(folder, {}))
     documents = Documents(config.dataset)
     others = None if config.held_out is None else Documents(config.held_out)
     dtype = _stored_dtype(model, trust_remote_code)
@@ -88,20 +88,20 @@ def adapt(
     settings = config.model_dump(mode="json", exclude=CHANGEABLE) | {"exits": list(exits), "steps": steps}
     settings |= {"model": source.weights_sha256, "text": documents.sha256}
     settings |= {} if others is None else {"held_out_text": others.sha256}
-    checkpoint = Checkpoint(folder, settings)
-    saved = checkpoint.load()
+    snapshot = Snapshot(folder, settings)
+    saved = snapshot.load()
     measured = [
         padded(held_out[i : i + config.micro_batch], source.device) for i in range(0, len(held_out), config.micro_batch)
     ]
 
     with fast_attention(source, texts[0].ids.tolist(), [source.num_layers]):
         lora = Lora(source, config.lora_rank, config.seed) if config.lora_rank else None
-        trainer = Trainer(source, texts, config, exits, steps, checkpoint, lora)
-        check_space(source, target, checkpoint, dtype, sum(weight.numel() for weight in trainer.parameters))
+        trainer = Trainer(source, texts, config, exits, steps, snapshot, lora)
+        check_space(source, target, snapshot, dtype, sum(weight.numel() for weight in trainer.parameters))
         before = _measure_before(source, measured, saved) if processes.main else None
         if saved is not None:
             trainer.resume(saved)
-            logger.info("resuming after step %d of %d, saved in %s", trainer.step, steps, checkpoint.file)
+            logger.info("resuming after step %d of %d, saved in %s", trainer.step, steps, snapshot.file)
         with processes.stage("training", float(steps)) as advance:
             advance(trainer.step)
             trainer.train({} if before is None else {"before": asdict(before)}, advance)
@@ -117,7 +117,7 @@ def adapt(
     report = AdaptReport(str(output), recorded, exits, tokens, before, after)
     with stage("writing the model"):
         write_model(source, tokenizer, target, dtype, report.write)
-    checkpoint.remove()
+    snapshot.remove()
     return report
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
-from tide_export.adaptation.checkpoint import Checkpoint
+from tide_export.adaptation.snapshot import Snapshot
 from tide_export.common.files import TEMPORARY, failure, fsync, is_no_space
 from tide_export.common.formatting import size
 from tide_export.common.progress import quiet_transformers
@@ -19,14 +19,14 @@ from tide_export.model.source import SourceModel
 ADAM_STATES = 2  # numbers per parameter
 
 
-def check_output(output: Path, checkpoint: Checkpoint) -> None:
+def check_output(output: Path, snapshot: Snapshot) -> None:
     """Checks that the output does not exist and that its folders can be written.
 
     Raises:
         AdaptError: it exists, or a folder cannot be written.
     """
     refuse_existing(output)
-    for folder in (output.parent, checkpoint.folder):
+    for folder in (output.parent, snapshot.folder):
         probe = folder / f".{output.name}.{TEMPORARY}-probe"
         missing = [entry for entry in (folder, *folder.parents) if not entry.exists()]
         try:
@@ -46,15 +46,15 @@ def refuse_existing(output: Path) -> None:
         raise AdaptError(f"output '{output}' already exists: choose another name or delete it")
 
 
-def check_space(source: SourceModel, output: Path, checkpoint: Checkpoint, dtype: torch.dtype, trained: int) -> None:
-    """Checks that the disks have room for the model and two states of `trained` float32 parameters.
+def check_space(source: SourceModel, output: Path, snapshot: Snapshot, dtype: torch.dtype, trained: int) -> None:
+    """Checks that the disks have room for the model and two snapshots of `trained` float32 parameters.
 
     Raises:
         AdaptError: they have not.
     """
     model = sum(parameter.numel() for parameter in source.model.parameters()) * dtype.itemsize
-    states = 2 * trained * 4 * (1 + ADAM_STATES)  # the old state is replaced once the new one is complete
-    for what, folder, needed in (("model", output.parent, model), ("state to resume from", checkpoint.folder, states)):
+    two = 2 * trained * 4 * (1 + ADAM_STATES)  # the old snapshot is replaced once the new one is complete
+    for what, folder, needed in (("model", output.parent, model), ("snapshot to resume from", snapshot.folder, two)):
         existing = next(entry for entry in (folder.absolute(), *folder.absolute().parents) if entry.exists())
         if (free := shutil.disk_usage(existing).free) < needed:
             raise AdaptError(

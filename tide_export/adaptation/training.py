@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tide_export.adaptation.checkpoint import Checkpoint
 from tide_export.adaptation.config import AdaptConfig
 from tide_export.adaptation.layer_dropout import dropped_layers, skip_rates
 from tide_export.adaptation.lora import Lora
 from tide_export.adaptation.losses import Batch, accumulate_gradients, exit_weights
+from tide_export.adaptation.snapshot import Snapshot
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.lens_loss import fast_dtype
 from tide_export.data.sequences import TokenSequence
@@ -53,7 +53,7 @@ class Trainer:
     config: AdaptConfig
     exits: tuple[int, ...]
     steps: int
-    checkpoint: Checkpoint
+    snapshot: Snapshot
     lora: Lora | None
 
     def __post_init__(self) -> None:
@@ -73,18 +73,18 @@ class Trainer:
             lambda epoch: np.random.default_rng([self.config.seed, epoch]).permutation(len(self.texts)).tolist()
         )
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Restores a state that `state` returned."""
+    def resume(self, snapshot: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
         with torch.no_grad():
-            for parameter, saved in zip(self.parameters, state["parameters"], strict=True):
+            for parameter, saved in zip(self.parameters, snapshot["parameters"], strict=True):
                 parameter.copy_(saved)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.optimizer.load_state_dict(snapshot["optimizer"])
+        self.step = snapshot["step"]
         if self.config.precision == "auto":
-            self.bf16 = state["bf16"]
+            self.bf16 = snapshot["bf16"]
 
-    def state(self) -> dict[str, Any]:
-        """Returns the state to resume from."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a snapshot holds."""
         return {
             "step": self.step,
             "bf16": self.bf16,
@@ -92,15 +92,15 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
         }
 
-    def train(self, more_state: dict[str, Any], advance: Callable[[float], None]) -> None:
+    def train(self, more: dict[str, Any], advance: Callable[[float], None]) -> None:
         """Runs the remaining steps.
 
         Args:
-            more_state: entries to save with the state.
+            more: entries to save with the snapshot.
             advance: called with 1 after each step.
 
         Raises:
-            AdaptError: a loss or gradient is not finite, or the state cannot be saved; the last state is kept.
+            AdaptError: a loss or gradient is not finite, or the snapshot cannot be saved; the last one is kept.
         """
         began = saved = logged = time.monotonic()
         first = self.step
@@ -118,7 +118,7 @@ class Trainer:
             if now - saved >= 60 * self.config.save_minutes and self.step < self.steps:
                 if not all(bool(torch.isfinite(parameter).all()) for parameter in self.parameters):
                     raise self._diverged()
-                self.checkpoint.save(self.state() | more_state)
+                self.snapshot.save(self.state_dict() | more)
                 saved = time.monotonic()
         for parameter in self.source.model.parameters():
             parameter.requires_grad_(False)
@@ -153,8 +153,8 @@ class Trainer:
         return f"cross entropy after layers {', '.join(early)}; full depth from the original {full.split(': ')[1]}"
 
     def _diverged(self) -> AdaptError:
-        file = self.checkpoint.file
-        kept = f"the last good state is in {file}" if file.exists() else "no state was saved yet"
+        file = self.snapshot.file
+        kept = f"the last good snapshot is in {file}" if file.exists() else "no snapshot was saved yet"
         return AdaptError(
             f"the training diverged after {self.step} of {self.steps} steps, a loss or weight is not finite: go on "
             f"with a lower --learning-rate, or with --precision fp32; {kept}"

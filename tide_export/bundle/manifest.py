@@ -32,8 +32,8 @@ from tide_export.names.step_graph import CHECKPOINTS_METADATA, CONTEXT_METADATA,
 
 SCHEMA = "tide_export.bundle/11"
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")  # of the graph
-CHECKPOINT = "checkpoint"  # quantization of integers that the model's own checkpoint has
-QUANTIZATION_METHODS = ("rtn", "gptq", CHECKPOINT)
+SOURCE_INTEGERS = "checkpoint"  # the integers of the source model's own files; the value is of the file format
+QUANTIZATION_METHODS = ("rtn", "gptq", SOURCE_INTEGERS)
 INT8_MATMULS = 4  # MatMulNBits's accuracy_level that rounds the inputs to 8 bits, block by block, too
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 NETWORK_PRECISIONS = ("fp32", "fp16", "bf16")

@@ -25,9 +25,9 @@ from tide_export.calibration.config import TideConfig
 from tide_export.calibration.evaluate import count_costs, lens_rank
 from tide_export.calibration.fast_attention import fast_attention
 from tide_export.calibration.labels import Target, blocks, normalize, predict
-from tide_export.calibration.lens_checkpoint import LensCheckpoint
 from tide_export.calibration.lens_fit import LensFit
 from tide_export.calibration.lens_loss import PartialHead
+from tide_export.calibration.lens_snapshot import LensSnapshot
 from tide_export.calibration.parallel import in_parallel
 from tide_export.calibration.placement import RECALL
 from tide_export.calibration.sampling_plan import Batch, Plan
@@ -75,7 +75,7 @@ def fit_lenses(
     check_ids(source, sequences)
     text = _Stream.make(source, sequences, config)
     fits = {layers: start(source, validation.raw[layers], config, layers) for layers in checkpoints}
-    saved = LensCheckpoint(source, config, text.sha256, checkpoints, folder)
+    saved = LensSnapshot(source, config, text.sha256, checkpoints, folder)
     held_out = _draw(validation, config.seed)
     with stage("fitting lenses", total=float(text.tokens)) as advance:
         first = saved.restore(fits)
@@ -146,7 +146,7 @@ def _train(
     config: TideConfig,
     fits: dict[int, LensFit],
     first: int,
-    saved: "LensCheckpoint",
+    saved: "LensSnapshot",
     advance: Any,
 ) -> None:
     head = PartialHead(source)

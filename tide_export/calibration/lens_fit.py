@@ -1,4 +1,4 @@
-"""Holds the lens of one checkpoint while `fit_lenses` updates and `lens_checkpoint` saves it."""
+"""Holds the lens of one checkpoint while `fit_lenses` updates and `lens_snapshot` saves it."""
 
 import copy
 from dataclasses import dataclass, field

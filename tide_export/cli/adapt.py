@@ -12,7 +12,7 @@ def add_adapt_options(parser: argparse.ArgumentParser, config: bool) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="MODEL2", help="folder to write the trained model to")
     parser.add_argument(
-        "--cache", metavar="FOLDER", help="folder of the state to resume from (a hidden folder beside the output)"
+        "--cache", metavar="FOLDER", help="folder of the snapshot to resume from (a hidden folder beside the output)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     if not config:

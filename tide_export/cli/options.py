@@ -141,7 +141,7 @@ def _add_export(commands, config: bool) -> None:
     parser.add_argument(
         "--weights",
         choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS, *NETWORK_MATRICES))),
-        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: the checkpoint's GPTQ, AWQ, bf16 or fp16, else fp32); "
+        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: the model's GPTQ, AWQ, bf16 or fp16, else fp32); "
         "tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
     )
     parser.add_argument(

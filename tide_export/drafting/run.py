@@ -20,13 +20,13 @@ from tide_export.calibration.distributed import Processes
 from tide_export.common.progress import duration, stage
 from tide_export.drafting import schedule
 from tide_export.drafting.answers import Answerer
-from tide_export.drafting.checkpoint import Checkpoint
 from tide_export.drafting.config import DraftConfig
 from tide_export.drafting.measure import Acceptance, HeldOut
 from tide_export.drafting.network import DrafterNetwork
 from tide_export.drafting.prompts import Prompts
 from tide_export.drafting.report import DraftReport
 from tide_export.drafting.schedule import Round, Spent
+from tide_export.drafting.snapshot import Snapshot
 from tide_export.drafting.store import STATE_BYTES, AnswerStore, check_space
 from tide_export.drafting.target import Target
 from tide_export.drafting.training import Trainer
@@ -37,7 +37,7 @@ from tide_export.runtime.engine import Engine, load
 
 logger = logging.getLogger("tide_export")
 
-SAVE_SECONDS = 120.0  # training time between saved states
+SAVE_SECONDS = 120.0  # training time between snapshots
 SAMPLED_ANSWERS, SAMPLED_STATES = 300, 20_000  # for measuring center and scale
 ROUND_ANSWERS = 40  # for measuring acceptance after a round; the last round uses all held-out answers
 
@@ -55,7 +55,7 @@ class Run:
         width = target.head.shape[1]
         self._store = AnswerStore(folder, width, processes.rank, processes.count)
         self._held_out = HeldOut(target, self._store, config.temperature, config.seed, processes)
-        self._checkpoint = Checkpoint(folder)
+        self._snapshot = Snapshot(folder)
         self._engine: Engine | None = None
         self._trainer: Trainer | None = None
         self._measuring = 0.0
@@ -204,7 +204,7 @@ class Run:
         return self._engine
 
     def _check_room(self, total: float) -> None:
-        """Checks that the disk has room for all states, extrapolated from the first answers.
+        """Checks that the disk has room for all hidden states, extrapolated from the first answers.
 
         Raises:
             DraftError: it has not.
@@ -273,9 +273,9 @@ class Run:
         if not self._processes.main:
             return
         trainer = self._trainer
-        self._checkpoint.save(
+        self._snapshot.save(
             {
-                "trainer": None if trainer is None else trainer.state(),
+                "trainer": None if trainer is None else trainer.state_dict(),
                 "tokens": None if trainer is None else trainer.token_ids.cpu(),
                 "round": None if self._round is None else asdict(self._round),
                 "answering": self._answering,
@@ -287,19 +287,19 @@ class Run:
         )
 
     def _resume(self) -> None:
-        state = self._checkpoint.load()
+        snapshot = self._snapshot.load()
         self._processes.barrier()  # before the main process saves another
-        if state is None:
+        if snapshot is None:
             return
-        if state["trainer"] is not None:
-            self._trainer = self._new_trainer(state["tokens"].numpy())
-            self._trainer.resume(state["trainer"])
-        self._round = None if state["round"] is None else Round(**state["round"])
-        self._answering, self._measuring = state["answering"], state["measuring"]
-        self._measured = [(int(tokens), float(speed)) for tokens, speed in state["measured"]]
-        acceptance = state["acceptance"]
+        if snapshot["trainer"] is not None:
+            self._trainer = self._new_trainer(snapshot["tokens"].numpy())
+            self._trainer.resume(snapshot["trainer"])
+        self._round = None if snapshot["round"] is None else Round(**snapshot["round"])
+        self._answering, self._measuring = snapshot["answering"], snapshot["measuring"]
+        self._measured = [(int(tokens), float(speed)) for tokens, speed in snapshot["measured"]]
+        acceptance = snapshot["acceptance"]
         self._acceptance = None if acceptance is None else Acceptance(**acceptance)
-        self._finished = state["finished"]
+        self._finished = snapshot["finished"]
         logger.info("resuming after %s, from %s", duration(self._seconds()), self._folder)
 
 

@@ -84,7 +84,7 @@ class Trainer:
         self._planned = []
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Restores a state that `state` returned."""
+        """Restores what `state_dict` returned."""
         self.network.load_state_dict(state["network"])
         self._muon.load_state_dict(state["muon"])
         self._adam.load_state_dict(state["adam"])
@@ -93,8 +93,8 @@ class Trainer:
         for name in ("step", "tokens", "rows", "seconds", "overlap"):
             setattr(self, name, state[name])
 
-    def state(self) -> dict[str, Any]:
-        """Returns the state to resume from."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a snapshot holds."""
         return {
             "network": self.network.state_dict(),
             "muon": self._muon.state_dict(),

@@ -1,4 +1,4 @@
-"""Holds matrices in 4-bit floating point (E2M1) as their checkpoint packs them.
+"""Holds matrices in 4-bit floating point (E2M1) as the model's files pack them.
 
 Blocks of numbers have a scale each: of 32 a power of two (E8M0) in MXFP4 (OCP Microscaling Formats 1.0), of 16 a number
 of E4M3, over one of the matrix, in NVFP4. They are integers of half the scale, from -12 to 12, so every operator for

@@ -28,9 +28,9 @@ from tide_export.errors import ModelError, UnsupportedModelError, first_line
 GGUF = ".gguf"
 WEIGHT_FILES = (GGUF, ".safetensors", ".bin")
 MAX_LAYERS = 10_000
-NUMBERS_PER_BYTE = 16  # of a checkpoint, at most: 2-bit weights, and tied ones registered several times
-SPARE_NUMBERS = 2**22  # parameters of a model with next to no checkpoint
-SPARE_BUFFERS = 2**28  # numbers in buffers, such as a causal mask, which no checkpoint holds
+NUMBERS_PER_BYTE = 16  # of the model's files, at most: 2-bit weights, and tied ones registered several times
+SPARE_NUMBERS = 2**22  # parameters of a model with next to no weights
+SPARE_BUFFERS = 2**28  # numbers in buffers, such as a causal mask, which no file of weights holds
 
 # Its bar is tqdm's own; transformers' obeys `quiet_transformers`.
 modeling_gguf_pytorch_utils.tqdm = hf_logging.tqdm
@@ -123,7 +123,7 @@ def uses_remote_code(path: str, config: PretrainedConfig) -> bool:
 def bounded_sizes(name: str) -> Iterator[None]:
     """While open, models with far more parameters than the weight files of `name` can hold are not built.
 
-    transformers builds a model without memory for its weights, and allocates them where the checkpoint has none.
+    transformers builds a model without memory for its weights, and allocates them where the files have none.
     Models on the hub are not bounded.
 
     Raises:

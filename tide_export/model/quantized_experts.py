@@ -1,4 +1,4 @@
-"""Holds the experts of a layer, one parameter, as their checkpoint packs them.
+"""Holds the experts of a layer, one parameter, as the model's files pack them.
 
 They are in MXFP4, as gpt-oss has them, or integers of GPTQ, AWQ or compressed-tensors.
 """
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tide_export.model.fp4_matrices import MXFP4_BLOCK, Mxfp4Matrix
-from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of, is_symmetric
+from tide_export.model.quantized_integers import IntegerWeight, SourceMatrix, block_size_of, is_symmetric
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Mxfp4Experts:
 class JoinedMatrix:
     """Matrices of the same inputs whose rows are one matrix, with the fields of `Blocks`."""
 
-    parts: Sequence[CheckpointMatrix]
+    parts: Sequence[SourceMatrix]
 
     outliers = None
 
@@ -118,8 +118,7 @@ class IntegerExperts:
     def matrices(self, block_size: int) -> list[JoinedMatrix]:
         symmetric = all(map(is_symmetric, self.weights))
         return [
-            JoinedMatrix([CheckpointMatrix(weight, block_size, symmetric) for weight in parts])
-            for parts in self.experts
+            JoinedMatrix([SourceMatrix(weight, block_size, symmetric) for weight in parts]) for parts in self.experts
         ]
 
     def dequantize(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Converts integer matrices of packed checkpoints for ONNX Runtime's matmuls.
+"""Converts integer matrices of packed models for ONNX Runtime's matmuls.
 
-They are integers packed into int32 words, with a scale and a zero point per group of inputs. `CheckpointMatrix` cuts
+They are integers packed into int32 words, with a scale and a zero point per group of inputs. `SourceMatrix` cuts
 its rows into blocks, as `quantized_weights.Blocks`, without rounding: no number is computed, scales are widened to
 float32, and a group longer than a block has its scale in each.
 
@@ -30,7 +30,7 @@ class IntegerWeight:
     Its values are `scales[g, j] * (values[i, j] - zeros[g, j])`, where g = groups[i].
 
     Attributes:
-        words: int32, the integers as the checkpoint packs them.
+        words: int32, the integers as the model's files pack them.
         unpacked: gives `values` of `words`.
         bits: of an integer, 1 to 8.
         scales: floating point [G, N].
@@ -70,8 +70,8 @@ class IntegerWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class CheckpointMatrix:
-    """Holds a matrix of N rows and K columns as its checkpoint packs it.
+class SourceMatrix:
+    """Holds a matrix of N rows and K columns as the model's files pack it.
 
     The fields of `Blocks` are made on access.
 

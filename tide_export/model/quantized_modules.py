@@ -1,9 +1,9 @@
-"""Leaves weights in their checkpoint's form while the model is in memory.
+"""Leaves weights as the model's files have them while the model is in memory.
 
 A module widens its own while it runs.
 
 By accelerate's hooks, as for weights on disk: the parameter has no memory, and whoever reads such a weight gets its
-float32 numbers. Packed integers, and large matrices in 16 bits beside them, stay in the mapped file of the checkpoint.
+float32 numbers. Packed integers, and large matrices in 16 bits beside them, stay in the model's mapped file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tide_export.bundle.manifest import CHECKPOINT, INT8_MATMULS, Quantization
+from tide_export.bundle.manifest import INT8_MATMULS, SOURCE_INTEGERS, Quantization
 from tide_export.common.memory import FreeMemory
 from tide_export.model.fp4_matrices import MXFP4_BLOCK, Nvfp4Matrix
 from tide_export.model.quantized_experts import IntegerExperts, Mxfp4Experts
-from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of, is_symmetric
+from tide_export.model.quantized_integers import IntegerWeight, SourceMatrix, block_size_of, is_symmetric
 from tide_export.model.quantized_weights import Fp8Matrix, IntegerMatrix, QuantizedWeights
 from tide_export.model.structure import offload_hooks
 
@@ -60,7 +60,7 @@ def widened(weight: Kept, inputs_first: bool) -> torch.Tensor:
 
 
 def kept_in_16_bits(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Returns parameter `name` of `module` as its checkpoint has it, if it is a matrix in 16 bits."""
+    """Returns parameter `name` of `module` as the model's files have it, if it is a matrix in 16 bits."""
     for hook in offload_hooks(module):
         if isinstance(hook.weights_map, _Stored):
             weight = hook.weights_map.kept.get(name)
@@ -103,7 +103,7 @@ def _quantized(weights: Mapping[str, Any]) -> QuantizedWeights | None:
     matrices = [weight for weight in weights.values() if isinstance(weight, Nvfp4Matrix)]
     sizes = [size for weight in integers if (size := block_size_of(weight)) is not None]
     settings = Quantization(
-        method=CHECKPOINT,
+        method=SOURCE_INTEGERS,
         bits=integers[0].bits if integers else matrices[0].bits if matrices else 4,
         block_size=min(sizes, default=matrices[0].block_size if matrices else MXFP4_BLOCK),
         symmetric=all(map(is_symmetric, integers)),
@@ -115,7 +115,7 @@ def _quantized(weights: Mapping[str, Any]) -> QuantizedWeights | None:
             blocks[name] = weight
             continue
         if isinstance(weight, IntegerWeight):
-            blocks[name] = CheckpointMatrix(weight, settings.block_size, settings.symmetric)
+            blocks[name] = SourceMatrix(weight, settings.block_size, settings.symmetric)
             continue
         experts = weight.matrices(settings.block_size) if isinstance(weight, IntegerExperts) else weight.matrices
         blocks |= {f"{name}.{index}": matrix for index, matrix in enumerate(experts)}
@@ -123,7 +123,7 @@ def _quantized(weights: Mapping[str, Any]) -> QuantizedWeights | None:
 
 
 class _Stored(Mapping[str, torch.Tensor]):
-    """The parameters of a module by name, float32, those of `kept` as the checkpoint has them."""
+    """The parameters of a module by name, float32, those of `kept` as the model's files have them."""
 
     def __init__(
         self, kept: Mapping[str, Kept], inputs_first: bool, others: Mapping[str, torch.Tensor], free: FreeMemory

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tide_export.bundle.manifest import CHECKPOINT, Quantization
+from tide_export.bundle.manifest import SOURCE_INTEGERS, Quantization
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,7 @@ class Fp8Matrix:
 
 
 class IntegerMatrix(Protocol):
-    """A quantized matrix with what `Blocks` has: that itself, or one that its checkpoint holds."""
+    """A quantized matrix with what `Blocks` has: that itself, or one of the model's own files."""
 
     @property
     def rows(self) -> int: ...
@@ -171,7 +171,7 @@ class QuantizedWeights:
         """How they were quantized, for a router file; None: by the model's makers, so that they are as loaded."""
         if self.settings is None:
             return {"method": "fp8"}
-        return None if self.settings.method == CHECKPOINT else asdict(self.settings)
+        return None if self.settings.method == SOURCE_INTEGERS else asdict(self.settings)
 
 
 def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:

@@ -31,7 +31,7 @@ from tide_export.model.pretrained import (
     remote_code_refused,
     uses_remote_code,
 )
-from tide_export.model.quantized_checkpoints import loading_problem, prepare_quantized
+from tide_export.model.quantized_files import loading_problem, prepare_quantized
 from tide_export.model.quantized_modules import kept_in_16_bits, widen_when_run
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.structure import ModelStructure, input_device, offload_hooks, two_tokens
@@ -207,7 +207,7 @@ def load_model(
 ) -> SourceModel:
     """Loads a causal LM in float32 with `reference_attention` and checks that it is usable.
 
-    A checkpoint that is already quantized is dequantized (see `model.quantized_checkpoints`), and so is a GGUF file
+    A model that is already quantized is dequantized (see `model.quantized_files`), and so is a GGUF file
     (`model.gguf_weights`).
 
     Args:
@@ -215,7 +215,7 @@ def load_model(
         device: the device of the whole model.
         device_map: instead of `device`, for a model that does not fit on one: "auto", or a device ("cpu" and "disk"
             included) per module name, as accelerate defines it.
-        offload_folder: where to write layers on "disk" whose weights cannot be read from the checkpoint itself (from
+        offload_folder: where to write layers on "disk" whose weights cannot be read from the model's files (from
             safetensors they can).
         trust_remote_code: run Python code of the model's own (`auto_map` in its config.json), which can do anything
             that the user can.
@@ -266,7 +266,7 @@ def load_model(
         problem = sorted(
             key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])
         )[0]
-        raise ModelError(f"model {name!r} has no usable weight for {problem}: the checkpoint does not fit its config")
+        raise ModelError(f"model {name!r} has no usable weight for {problem}: its weights do not fit its config")
     scale = next((key for key in sorted(info["unexpected_keys"]) if key.rpartition(".")[2] in SCALES), None)
     if scale is not None:
         raise ModelError(

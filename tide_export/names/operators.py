@@ -5,7 +5,7 @@ They are symbols in the trace, model-local functions, and operators of `cpp/ops`
 
 # TensorRT dispatches on the bare op type whatever its domain, so no name may equal an ONNX op's.
 DOMAIN = "tide"
-OP_CHECKPOINT = "TideCheckpoint"  # identity marker in the trace, attribute `layer` = layers run so far
+OP_MARKER = "TideMarker"  # identity marker in the trace, attribute `layer` = layers run so far
 OP_ATTENTION = "TideAttention"  # symbolic causal attention in the trace, attribute `layer`
 OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under the model's mask, replaced after the trace
 # Layers with a recurrent state, in the trace, as model-local functions and in cpp/ops; attributes `layer`, `number`.

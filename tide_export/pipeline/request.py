@@ -45,10 +45,10 @@ class ExportRequest:
         weights: precision of the weights. Only for ONNX Runtime: "fp32", "bf16", "fp16", "int8" or "int4" for the
             graph's matrices. With TensorRT: "fp32", "fp16" or "bf16" for the segment networks, and the graph is fp32;
             or "int4" or "fp8" for the layers' matrices in networks and graph (which stores fp8 as float32). "auto",
-            only for ONNX Runtime: the integers of a GPTQ or AWQ checkpoint; else bf16 or fp16 if that is lossless and
+            only for ONNX Runtime: the integers of a GPTQ or AWQ model; else bf16 or fp16 if that is lossless and
             its operators are installed; else fp32.
         quantization, block_size, accuracy_level, symmetric: options of int8 and int4 (see `quantize.settings`);
-            accuracy_level also applies to a checkpoint's integers.
+            accuracy_level also applies to the model's own integers.
         engines: build engines; without, `engines.rebuild` can add them to the bundle.
         plugins: plugin library for engines of "tensorrt", or "none"; None: an installed one, if any.
         overwrite: replace an existing bundle, which is unchanged until the new one is complete.
@@ -136,7 +136,7 @@ class ExportRequest:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """The options of `load_model`, which keeps the integers of a GPTQ or AWQ checkpoint if possible."""
+        """The options of `load_model`, which keeps the integers of a GPTQ or AWQ model if possible."""
         packed = self.weights == AUTO and self.device_map is None
         return {"device_map": self.device_map, "trust_remote_code": self.trust_remote_code, "packed": packed}
 

@@ -32,7 +32,7 @@ QUANTIZATION_SEQUENCES = 64  # sequences for a calibrated quantization
 def choose_weights(source: SourceModel, request: ExportRequest) -> ExportRequest:
     """Replaces `weights` "auto" by bf16 or fp16 if that is lossless, or else by fp32.
 
-    The integers of a checkpoint stay integers and get the accuracy level.
+    The model's own integers stay integers and get the accuracy level.
     """
     if request.weights != AUTO:
         return request

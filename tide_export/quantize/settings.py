@@ -26,7 +26,7 @@ def quantization_settings(
 
     Args:
         weights: as for `export`; "int8" and "int4" are quantized. "auto" takes an accuracy level too, for integers in
-            the checkpoint.
+            the model's files.
         method: "rtn", round to nearest; "gptq", compensate each rounding error in the weights not yet rounded, on text.
         block_size: number of weights that share a scale; a power of two in 16..256.
         accuracy_level: precision of matmuls, as in com.microsoft.MatMulNBits: 0 the engine's choice, 1 float32,

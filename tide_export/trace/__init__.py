@@ -1,1 +1,1 @@
-"""Exports the whole model once, as one graph with symbolic attention and checkpoint markers."""
+"""Exports the whole model once, as one graph with symbolic attention and markers."""

@@ -2,7 +2,7 @@
 
 `tide::TideQuantizedMatMul` (states [..., K], optional bias [N] -> [..., N]) and `tide::TideQuantizedGather` (token ids
 [B, S] -> [B, S, K]) name their matrix in the attribute `weights`; `lower` adds its integers. So the graph never holds a
-float32 copy of a quantized matrix, and no rewrite has to find it again. A matrix whose checkpoint has its columns in
+float32 copy of a quantized matrix, and no rewrite has to find it again. A matrix whose file has its columns in
 another order gets states in that order, once where modules one after the other read the same in the same order.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tide_export.model.quantized_integers import CheckpointMatrix
+from tide_export.model.quantized_integers import SourceMatrix
 from tide_export.model.quantized_weights import Fp8Matrix, QuantizedWeights
 from tide_export.names.operators import OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL
 from tide_export.quantize.matrices import is_linear, parameter_names
@@ -74,6 +74,6 @@ def _orders(weights: Mapping[nn.Module, str], quantized: QuantizedWeights) -> di
     orders, tensors = {}, dict[bytes, torch.Tensor]()
     for module, name in weights.items():
         matrix = quantized.blocks[name]
-        if isinstance(matrix, CheckpointMatrix) and matrix.order is not None:
+        if isinstance(matrix, SourceMatrix) and matrix.order is not None:
             orders[module] = tensors.setdefault(matrix.order.tobytes(), torch.from_numpy(matrix.order))
     return orders

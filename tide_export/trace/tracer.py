@@ -1,6 +1,6 @@
-"""Traces a source model into one flat ONNX graph with its checkpoints marked.
+"""Traces a source model into one flat ONNX graph with markers at its checkpoints.
 
-The graph takes input_ids and position_ids [B, S] and gives logits [B, S, V]. Identity-like `tide::TideCheckpoint`
+The graph takes input_ids and position_ids [B, S] and gives logits [B, S, V]. Identity-like `tide::TideMarker`
 markers come after the embedding (layer 0), at each checkpoint, after the last layer, and before the head (optionally
 also before every other layer); `compose.cut` cuts there. The opset is exactly 23: at any other, the exporter's rules no
 longer recognise hand-written RMSNorm and rotary code. The trace has no control flow and no cache: `compose` adds both.
@@ -29,7 +29,7 @@ from tide_export.model.failures import refuse_trace
 from tide_export.model.outputs import first_tensor, with_first_tensor, with_states
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel
-from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT, STATE_OPERATORS
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_MARKER, STATE_OPERATORS
 from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.attention.joined import JoinedAttentionPass
 from tide_export.trace.attention.masks import Mask, layer_masks
@@ -73,7 +73,7 @@ class TracedModel:
         return self.boundaries[-1] + 1
 
     def marker(self, layer: int) -> ir.Node:
-        markers = nodes_of(self.model.graph, OP_CHECKPOINT, DOMAIN)
+        markers = nodes_of(self.model.graph, OP_MARKER, DOMAIN)
         return next(node for node in markers if node.attributes["layer"].as_int() == layer)
 
 
@@ -251,7 +251,7 @@ def _only_recurs(model: ir.Model) -> bool:
 
 
 def _mark(hidden: torch.Tensor, layer: int) -> torch.Tensor:
-    return symbolic(OP_CHECKPOINT, [hidden], {"layer": layer}, hidden.shape)
+    return symbolic(OP_MARKER, [hidden], {"layer": layer}, hidden.shape)
 
 
 def _number_attentions(model: ir.Model, depth: int) -> None:
@@ -267,7 +267,7 @@ def _check(source: SourceModel, traced: TracedModel) -> None:
     """Checks that the trace holds every layer's attentions or state, and every marker once, in order."""
     attention, markers = (
         [node.attributes["layer"].as_int() for node in nodes_of(traced.model.graph, op_type, DOMAIN)]
-        for op_type in (OP_ATTENTION, OP_CHECKPOINT)
+        for op_type in (OP_ATTENTION, OP_MARKER)
     )
     depth = traced.boundaries[-1]
     layers = [number % depth for number in attention]
@@ -277,7 +277,7 @@ def _check(source: SourceModel, traced: TracedModel) -> None:
         raise TraceError(f"{source.architecture}: attention ops are traced for layers {layers}, not 0..{depth - 1}")
     expected = [*(range(depth + 1) if traced.every_layer else traced.boundaries), traced.head_marker]
     if markers != expected:
-        raise TraceError(f"{source.architecture}: the trace holds checkpoints {markers} instead of {expected}")
+        raise TraceError(f"{source.architecture}: the trace holds markers {markers} instead of {expected}")
 
 
 @contextmanager

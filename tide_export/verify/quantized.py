@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from tide_export.bundle.engine_fields import FP8
 from tide_export.bundle.file_names import BATCH_FOLDER, GRAPH_FILE, WEIGHTS_FILE
-from tide_export.bundle.manifest import CHECKPOINT, INT8_KV, INT8_MATMULS
+from tide_export.bundle.manifest import INT8_KV, INT8_MATMULS, SOURCE_INTEGERS
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.graph.rewriting import HALF
@@ -57,7 +57,7 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
     if networks is not None and networks.matrices == FP8:
         return round_to_fp8(source, HALF[networks.weights].numpy())
     settings = bundle.manifest.quantization
-    if settings is None or settings.method == CHECKPOINT:
+    if settings is None or settings.method == SOURCE_INTEGERS:
         return None
     head = own_head_name(source)
     if any(names == [head] for names, _ in stored_matrices(bundle)):

@@ -3,7 +3,7 @@
     python tools/benchmarks/memory.py MODEL [--json FILE] [--target onnxruntime --weights fp32] [--device-map auto]
 
 Three peaks are told apart, sampled from outside while the process runs: *private* memory (anonymous pages, which the
-system cannot take back), pages of *mapped files* (the checkpoint's or the bundle's own: clean, and dropped by the
+system cannot take back), pages of *mapped files* (the model's or the bundle's own: clean, and dropped by the
 system when it needs the room), and the *resident* set, which counts both. They are compared with the weights in
 float32. Routers are random: calibration is not part of this.
 """

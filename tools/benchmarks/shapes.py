@@ -127,7 +127,7 @@ def make_model(folder: Path, shape: str) -> None:
 
 
 def _with_mxfp4_experts(folder: Path, sizes: dict[str, Any]) -> None:
-    """Replaces the few experts of a model by many with random codes, as the checkpoint of gpt-oss stores them."""
+    """Replaces the few experts of a model by many with random codes, as gpt-oss stores them."""
     import torch
     from safetensors.torch import load_file, save_file
 

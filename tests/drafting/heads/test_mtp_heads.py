@@ -1,4 +1,4 @@
-"""MTP layers of a model's own checkpoint: read, as a network, and drafting in a bundle."""
+"""MTP layers of a model's own files: read, as a network, and drafting in a bundle."""
 
 import json
 from collections.abc import Callable
@@ -25,13 +25,13 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 
 
 def after_last_layer(name: str) -> str:
-    """The name in a checkpoint of DeepSeek's layout, where the layer follows the model's."""
+    """The name in files of DeepSeek's layout, where the layer follows the model's."""
     name = name.removeprefix("layers.0.").removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
     return f"model.layers.{LAYERS}.{name}"
 
 
 def beside_model(name: str) -> str:
-    """The name in a checkpoint of Mellum's layout."""
+    """The name in files of Mellum's layout."""
     outside = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
     first, *rest = name.removeprefix("layers.0.").split(".")
     return ".".join(["mtp", outside[first], *rest] if first in outside else ["mtp.layers.0", *rest])
@@ -110,7 +110,7 @@ def _shallow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(name: str, folder: Path) -> Path:
-    """A model with random weights and an MTP layer in its checkpoint, whose experts are matrices of their own there."""
+    """A model with random weights and an MTP layer in its files, whose experts are matrices of their own there."""
     family = FAMILIES[name]
     with torch.random.fork_rng():
         torch.manual_seed(2)
@@ -176,7 +176,7 @@ def test_drafts_cost_no_token(model: Path, tmp_path: Path) -> None:
     assert drafts_cost_no_token(engine, drafter=3) > 20
 
 
-def test_checkpoints_without_an_mtp_layer_are_refused(tmp_path: Path) -> None:
+def test_models_without_an_mtp_layer_are_refused(tmp_path: Path) -> None:
     folder = written("mellum", tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     kept = {key: value for key, value in weights.items() if not key.startswith("mtp.")}

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from tide_export.compose.states import keeps_state
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, dims, integers, new_node, nodes_of, op_before, rank, required, static_dim
-from tide_export.names.operators import DOMAIN, OP_CHECKPOINT
+from tide_export.names.operators import DOMAIN, OP_MARKER
 
 TAPPED = "tapped"  # names the node that gives what a draft head reads, in the last segment whatever that is
 
@@ -35,7 +35,7 @@ class CarriedStatesPass(ir.passes.InPlacePass):
         reads = _reads(model.graph, self.depth)
         widths = {layer: sum(map(_width, self._carried(reads, layer))) for layer in self.checkpoints}
         current = {read.value: read.value for read in reads}  # each value as it was split off last
-        for marker in nodes_of(model.graph, OP_CHECKPOINT, DOMAIN) if reads else ():
+        for marker in nodes_of(model.graph, OP_MARKER, DOMAIN) if reads else ():
             layer = marker.attributes["layer"].as_int()
             carried = self._carried(reads, layer)
             missing = max(widths.values()) - widths[layer] if layer in widths else 0
@@ -93,12 +93,12 @@ class _Read:
 
 def _reads(graph: ir.Graph, depth: int) -> list[_Read]:
     token_ids = graph.inputs[0]
-    markers = [node.attributes["layer"].as_int() for node in nodes_of(graph, OP_CHECKPOINT, DOMAIN)]
+    markers = [node.attributes["layer"].as_int() for node in nodes_of(graph, OP_MARKER, DOMAIN)]
     from_ids, layers = {token_ids}, dict[ir.Value, int]()  # values after a marker, with the last marker before them
     reads = []
     for node in graph:
         inputs = [value for value in node.inputs if value is not None]
-        if (node.domain, node.op_type) == (DOMAIN, OP_CHECKPOINT):
+        if (node.domain, node.op_type) == (DOMAIN, OP_MARKER):
             layers[node.outputs[0]] = node.attributes["layer"].as_int()
             continue
         layer = max((layers[value] for value in inputs if value in layers), default=None)

@@ -1,4 +1,4 @@
-"""Reads the MTP layers of a model's own checkpoint.
+"""Reads the MTP layers of a model's own files.
 
 transformers' `MtpModel` knows their layouts.
 
@@ -38,7 +38,7 @@ class MtpStep(nn.Module):
 
 
 def read_mtp(source: SourceModel) -> DraftHead:
-    """Reads the first MTP layer of the checkpoint that `source` was loaded from.
+    """Reads the first MTP layer of the model that `source` was loaded from.
 
     Raises:
         DraftError: it has none, or one that cannot be read.
@@ -55,7 +55,7 @@ def read_mtp(source: SourceModel) -> DraftHead:
     except Exception as error:  # transformers raises many kinds
         raise DraftError(f"the MTP layers of model {name!r} cannot be read: {first_line(error)}") from error
     if model is None:
-        raise DraftError(f"the checkpoint of model {name!r} is quantized, and its MTP layers can then not be read")
+        raise DraftError(f"model {name!r} is quantized, and its MTP layers can then not be read")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise DraftError(f"the MTP layers of model {name!r} need its head in memory: export without a device map")
     if model.config.hidden_size != source.normalized_size:

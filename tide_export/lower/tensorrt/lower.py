@@ -29,7 +29,7 @@ from tide_export.lower.tensorrt.quantized_matmuls import QuantizedMatMulsPass
 from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
 from tide_export.lower.tensorrt.shared_embedding import SharedEmbedding, share_embedding
 from tide_export.model.quantized_weights import QuantizedWeights
-from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_CHECKPOINT, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
+from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_EXPERT_MATMUL, OP_MARKER, OP_QUANTIZED_MATMUL
 
 logger = logging.getLogger("tide_export")
 
@@ -196,7 +196,7 @@ def check_operators(pieces: Pieces) -> None:
     Raises:
         UnsupportedModelError: naming an operator TensorRT does not take, and where the model computes with it.
     """
-    symbols = {(DOMAIN, name) for name in (OP_ATTENTION, OP_EXPERT_MATMUL, OP_CHECKPOINT)}
+    symbols = {(DOMAIN, name) for name in (OP_ATTENTION, OP_EXPERT_MATMUL, OP_MARKER)}
     symbols.add((DOMAIN, OP_QUANTIZED_MATMUL))
     for node in (node for graph in pieces.segments for node in graph if is_attention(node)):
         if None not in sinks_and_bias(node):

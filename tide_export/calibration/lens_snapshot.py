@@ -24,8 +24,8 @@ SETTINGS = ("exit_strategy", "label", "kl_bound", "convergence_threshold", "cali
 SAVE_SECONDS = 30.0  # a killed run loses at most the work since the last save, which takes milliseconds
 
 
-class LensCheckpoint:
-    """The saved state of one fit; without a folder nothing is saved."""
+class LensSnapshot:
+    """The snapshot of one fit; without a folder nothing is saved."""
 
     def __init__(
         self, source: SourceModel, config: TideConfig, text: str, checkpoints: Sequence[int], folder: Path | None

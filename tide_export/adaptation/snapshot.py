@@ -1,6 +1,6 @@
-"""Saves the state of a training run so that it can resume after an interruption.
+"""Saves snapshots of a training run so that it can resume after an interruption.
 
-The state is one file, written under a temporary name and renamed: a killed process leaves the last complete state.
+A snapshot is one file, written under a temporary name and renamed: a killed process leaves the last complete one.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ import torch
 from tide_export.common.files import TEMPORARY, failure, fsync
 from tide_export.errors import AdaptError, first_line
 
-STATE_FILE = "training.pt"
+SNAPSHOT_FILE = "training.pt"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """The saved state of a training run in `folder`.
+class Snapshot:
+    """The snapshot of a training run in `folder`.
 
     Attributes:
-        settings: must equal those in the state for a run to resume from it.
+        settings: must equal those in the snapshot for a run to resume from it.
     """
 
     folder: Path
@@ -28,18 +28,18 @@ class Checkpoint:
 
     @property
     def file(self) -> Path:
-        return self.folder / STATE_FILE
+        return self.folder / SNAPSHOT_FILE
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Replaces the saved state.
+    def save(self, snapshot: dict[str, Any]) -> None:
+        """Replaces the snapshot.
 
         Raises:
-            AdaptError: the file cannot be written; the previous state is kept.
+            AdaptError: the file cannot be written; the previous one is kept.
         """
-        temporary = self.folder / f"{STATE_FILE}.{TEMPORARY}"
+        temporary = self.folder / f"{SNAPSHOT_FILE}.{TEMPORARY}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save({"settings": self.settings, **state}, temporary)
+            torch.save({"settings": self.settings, **snapshot}, temporary)
             fsync(temporary)
             temporary.replace(self.file)
             fsync(self.folder)
@@ -48,7 +48,7 @@ class Checkpoint:
             raise AdaptError(f"cannot save the training to {self.file}: {failure(error, self.folder)}") from error
 
     def load(self) -> dict[str, Any] | None:
-        """Returns the saved state, or None if there is none.
+        """Returns the snapshot, or None if there is none.
 
         Raises:
             AdaptError: the file cannot be read, or other settings wrote it.
@@ -56,8 +56,8 @@ class Checkpoint:
         if not self.file.exists():
             return None
         try:
-            state = torch.load(self.file, map_location="cpu", weights_only=True)
-            written = state["settings"]
+            snapshot = torch.load(self.file, map_location="cpu", weights_only=True)
+            written = snapshot["settings"]
         except Exception as error:  # zipfile, pickle and PyTorch raise many types
             raise AdaptError(f"{self.file} is damaged ({first_line(error)}): delete it to begin anew") from error
         for name, value in self.settings.items():
@@ -66,10 +66,10 @@ class Checkpoint:
                     f"{self.file} is of a training with {name} {written.get(name)!r}, not {value!r}: give the same "
                     "settings to continue it, or delete it to begin anew"
                 )
-        return state
+        return snapshot
 
     def remove(self) -> None:
-        """Removes the saved state, and the folder if it is then empty."""
+        """Removes the snapshot, and the folder if it is then empty."""
         self.file.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()

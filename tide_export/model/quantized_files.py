@@ -1,4 +1,4 @@
-"""Reads checkpoints that are already quantized.
+"""Reads models that are already quantized.
 
 Dequantizes their weights to float32, or keeps their integers.
 
@@ -6,7 +6,7 @@ Called by `source.load_model` before transformers reads any weight. For GPTQ and
 GPU kernels, although their format is simple (`quantized_integers`). So this module reads them while transformers loads
 the model, through its interface for quantizers; likewise integers that compressed-tensors packed, and MXFP4 that is
 kept. Other formats of compressed-tensors, fp8 and other mxfp4 use transformers' own dequantization.
-Checkpoints with more than quantized weights (activations, other methods) raise UnsupportedModelError.
+Models with more than quantized weights (activations, other methods) raise UnsupportedModelError.
 """
 
 from collections.abc import Callable
@@ -160,7 +160,7 @@ def _require_compressed_tensors(name: str) -> None:
 
 @register_quantization_config("tide_export")
 class _PackedConfig(QuantizationConfigMixin):
-    """The settings of a checkpoint whose weights are packed, for `_PackedQuantizer`."""
+    """The settings of a model whose weights are packed, for `_PackedQuantizer`."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _PackedConfig(QuantizationConfigMixin):
 
 @register_quantizer("tide_export")
 class _PackedQuantizer(HfQuantizer):
-    """Maps the tensors of the checkpoint to weights, and names the operation that converts them."""
+    """Maps the tensors of the files to weights, and names the operation that converts them."""
 
     serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012 (transformers' way)
 

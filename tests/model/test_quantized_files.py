@@ -1,4 +1,4 @@
-"""Prequantized checkpoints: what `packed_checkpoints` and this file pack must be read back as exactly the weights that
+"""Prequantized models: what `packed_models` and this file pack must be read back as exactly the weights that
 its integers stand for."""
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from packed_checkpoints import (
+from packed_models import (
     AWQ,
     GPT2,
     GPTQ,

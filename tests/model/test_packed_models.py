@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints that stay packed: the bundle holds their own integers and scales, bit for bit, and computes
+"""GPTQ and AWQ models that stay packed: the bundle holds their own integers and scales, bit for bit, and computes
 what the model with the values of these computes."""
 
 import re
@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import packed_checkpoints
+import packed_models
 import pytest
 import tiers
 import torch
-from packed_checkpoints import (
+from packed_models import (
     AWQ,
     GPT2,
     GPTQ,
@@ -49,7 +49,7 @@ from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.fp4_matrices import Nvfp4Matrix
 from tide_export.model.quantized_experts import JoinedMatrix
-from tide_export.model.quantized_integers import CheckpointMatrix, IntegerWeight, block_size_of
+from tide_export.model.quantized_integers import IntegerWeight, SourceMatrix, block_size_of
 from tide_export.model.quantized_modules import LARGE
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names.operators import (
@@ -122,7 +122,7 @@ IN_BUNDLES = ("gptq, second version, order of activations", "awq", "gptq, expert
 
 
 def loaded(case: str, tmp_path: Path) -> tuple[SourceModel, dict[str, torch.Tensor]]:
-    """The model of a checkpoint with its integers left packed, and the values of the matrices, by their names."""
+    """A packed model with its integers left packed, and the values of the matrices, by their names."""
     config, settings, quantize, symmetric, *_ = CASES[case]
     tensors, _ = write(tmp_path / "model", config, settings, quantize, inputs_first=config is GPT2)
     twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
@@ -137,7 +137,7 @@ def loaded(case: str, tmp_path: Path) -> tuple[SourceModel, dict[str, torch.Tens
     assert torch.equal(source.run(IDS, []).logits, twin(IDS).logits)
     rows = {name: weight.T if config is GPT2 else weight for name, weight in weights.items()}
     for name, matrix in source.quantized.blocks.items():
-        assert isinstance(matrix, CheckpointMatrix | JoinedMatrix | Nvfp4Matrix)
+        assert isinstance(matrix, SourceMatrix | JoinedMatrix | Nvfp4Matrix)
         np.testing.assert_array_equal(matrix.values(), rows[name].numpy(), err_msg=name)
     return source, rows
 
@@ -148,7 +148,7 @@ def test_matrices_stay_packed(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", tiers.exhaustive_but(IN_BUNDLES, CASES))
-def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path) -> None:
+def test_a_bundle_holds_the_integers_of_its_model(case: str, tmp_path: Path) -> None:
     source, rows = loaded(case, tmp_path)
     *_, operators, in_a_node = CASES[case]
     assert source.quantized is not None
@@ -160,7 +160,7 @@ def test_a_bundle_holds_the_integers_of_its_checkpoint(case: str, tmp_path: Path
     for names, whole in found:
         for name, part in zip(names, whole.split([len(rows[name]) for name in names]), strict=True):
             matrix, expected = source.quantized.blocks[name], rows[name].numpy()
-            order = matrix.order if isinstance(matrix, CheckpointMatrix) else None
+            order = matrix.order if isinstance(matrix, SourceMatrix) else None
             in_order = expected if order is None else expected[:, order]
             np.testing.assert_array_equal(part.values(), in_order, err_msg=name)
     assert restore(load_model(tmp_path / "model"), bundle) is None, "the model has the values already"
@@ -269,7 +269,7 @@ def tokens(bundle: Path) -> list[int]:
     return load(bundle).generate(PROMPTS[0], max_new_tokens=8, mode="full", stop_token_ids=[]).tokens
 
 
-def test_a_checkpoint_is_exported_as_it_is(
+def test_a_packed_model_is_exported_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the check packs its integers for one engine at a time."""
@@ -296,7 +296,7 @@ def test_a_checkpoint_is_exported_as_it_is(
 def test_matrices_in_16_bits_stay_so_beside_integers(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_checkpoints, "QUANTIZED", re.compile(r"_proj\.weight$"))
+    monkeypatch.setattr(packed_models, "QUANTIZED", re.compile(r"_proj\.weight$"))
     half = LlamaConfig(
         **LLAMA.to_diff_dict() | {"dtype": "float16", "tie_word_embeddings": tied, "vocab_size": LARGE // 64}
     )
@@ -324,7 +324,7 @@ def test_matrices_in_16_bits_stay_so_beside_integers(
 @pytest.mark.exhaustive
 def test_matrices_in_16_bits_are_written_from_the_mapped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 64 MiB in float32 was there twice, read and transposed, beside its copy in 16 bits."""
-    monkeypatch.setattr(packed_checkpoints, "QUANTIZED", re.compile(r"_proj\.weight$"))
+    monkeypatch.setattr(packed_models, "QUANTIZED", re.compile(r"_proj\.weight$"))
     half = LlamaConfig(**LLAMA.to_diff_dict() | {"dtype": "float16", "vocab_size": 2**18})
     write(tmp_path / "model", half, GPTQ, gptq(symmetric=True))
     source = load_model(tmp_path / "model", packed=True)

@@ -1,4 +1,4 @@
-"""Packed checkpoints to test with: a tiny model is quantized by rounding and packed by loops that share nothing with
+"""Packed models to test with: a tiny model is quantized by rounding and packed by loops that share nothing with
 the reader, in the format's own layout; and the float model that it stands for."""
 
 import json
@@ -159,7 +159,7 @@ def write(
 
 
 def with_experts_apart(tensors: Tensors) -> Tensors:
-    """A matrix per expert, as checkpoints of Mixtral have them; transformers keeps all experts of a layer in one."""
+    """A matrix per expert, as Mixtral's files have them; transformers keeps all experts of a layer in one."""
     apart = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
