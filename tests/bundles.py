@@ -11,11 +11,11 @@ from typing import Any
 
 import onnx
 
-from tide_export.bundle.engine_fields import EnginesInfo, Profile
-from tide_export.bundle.file_names import ENGINES_FOLDER, GRAPH_FILE, MANIFEST_FILE, SEGMENTS_FOLDER, engine_file
+from tide_export.bundle.file_names import GRAPH_FILE, MANIFEST_FILE, PLANS_FOLDER, SEGMENTS_FOLDER, plan_file
 from tide_export.bundle.manifest import Manifest, TensorInfo
 from tide_export.bundle.model_info import ModelInfo
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import PlansInfo, Profile
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.names.networks import AFTER_SEGMENTS, segment_name
 
@@ -121,10 +121,10 @@ def with_engines(bundle: Path, folder: Path) -> Path:
     """A copy of a bundle with segment networks, with files in the place of their engines, which no engine can read."""
     shutil.copytree(bundle, folder)
     manifest = open_bundle(bundle, verify=False).manifest
-    (folder / ENGINES_FOLDER).mkdir()
+    (folder / PLANS_FOLDER).mkdir()
     for part in (*(segment_name(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS):
-        (folder / engine_file(part)).write_bytes(b"engine" * 1000)
-    engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)
+        (folder / plan_file(part)).write_bytes(b"engine" * 1000)
+    engines = PlansInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)
     write_manifest(folder, replace(manifest, engines=engines))
     return folder
 
@@ -134,7 +134,7 @@ def without(bundle: Path, folder: Path, lost: str) -> Path:
     `lost`."""
     for file in bundle.rglob("*"):
         name = file.relative_to(bundle).as_posix()
-        omitted = (lost, MANIFEST_FILE, f"{SEGMENTS_FOLDER}/", f"{ENGINES_FOLDER}/")
+        omitted = (lost, MANIFEST_FILE, f"{SEGMENTS_FOLDER}/", f"{PLANS_FOLDER}/")
         if file.is_file() and not name.startswith(omitted):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / name)

@@ -16,7 +16,7 @@ finally:
 
 # Units that import without the `export` extra and without an engine, all modules of them.
 LIGHT = ("errors", "names", "common")
-LIGHT += ("thresholds", "bundle", "runtime", "engines", "tuning", "cli")
+LIGHT += ("thresholds", "bundle", "runtime", "plans", "tuning", "cli")
 
 
 def test_every_unit_has_a_floor() -> None:

@@ -90,4 +90,4 @@ class ProviderError(TideError):
 
 
 class BuildError(TideError):
-    """TensorRT could not build an engine: not installed, no GPU, refused, killed or out of memory."""
+    """TensorRT could not build a plan: not installed, no GPU, refused, killed or out of memory."""

@@ -113,7 +113,7 @@ std::vector<Valued> all_valued(Options& options) {
       {"--provider", "auto (the default), cpu, cuda, tensorrt or tensorrt-rtx",
        [&](Text, Text text) { options.load.provider = text; }},
       {"--device", "number of the GPU", [&](Text name, Text text) { set(name, text, options.load.device); }},
-      {"--plugins", "library for TensorRT engines that hold plugins", [&](Text, Text text) { options.load.plugins = text; }},
+      {"--plugins", "library for TensorRT plans that hold plugins", [&](Text, Text text) { options.load.plugins = text; }},
       {"--threads", "of one step; default: one per physical core",
        [&](Text name, Text text) { set(name, text, options.load.threads); }},
   };

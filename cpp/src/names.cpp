@@ -25,7 +25,7 @@ std::string segment(std::size_t k) { return "segment_" + two_digits(k); }
 }  // namespace names
 
 std::string network_file(std::string const& name) { return "segments/" + name + ".onnx"; }
-std::string engine_file(std::string const& name) { return "engines/" + name + ".engine"; }
+std::string plan_file(std::string const& name) { return "engines/" + name + ".engine"; }
 std::string batch_file(std::string const& name) { return "batch/" + name + ".onnx"; }
 
 }  // namespace tide

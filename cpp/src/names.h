@@ -71,7 +71,7 @@ std::string segment(std::size_t k);  // the name of segment k's network and engi
 
 // Paths in a bundle.
 std::string network_file(std::string const& name);  // the network `segment(k)`, kHead, kBest ...
-std::string engine_file(std::string const& name);   // its engine
+std::string plan_file(std::string const& name);   // its plan
 std::string batch_file(std::string const& name);    // the batch network `segment(k)` or kHead
 
 }  // namespace tide

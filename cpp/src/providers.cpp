@@ -1,10 +1,10 @@
 // Chooses the provider that runs a bundle: the one that is named, or for "auto" the first that runs here of the bundle's
-// TensorRT engines, its segment networks in ONNX Runtime on CUDA, and its graph in ONNX Runtime on the CPU.
+// TensorRT plans, its segment networks in ONNX Runtime on CUDA, and its graph in ONNX Runtime on the CPU.
 #include <iostream>
 
 #include "onnxruntime/segments.h"
 #include "paged/backend.h"
-#include "tensorrt/engines.h"
+#include "tensorrt/plans.h"
 #include "formatting.h"
 #include "tide/errors.h"
 
@@ -35,12 +35,12 @@ void check(Bundle const& bundle, LoadOptions const& options) {
     }
   }
   if (options.plugins && *options.plugins != kNoPlugins) {
-    auto const& engines = bundle.manifest.engines;
-    if (!engines || !engines->plugins) {
-      throw ProviderError("no engine of bundle " + quoted(bundle.path) + " holds plugins: omit plugins");
+    auto const& plans = bundle.manifest.engines;
+    if (!plans || !plans->plugins) {
+      throw ProviderError("no plan of bundle " + quoted(bundle.path) + " holds plugins: omit plugins");
     }
     if (provider == "cpu" || provider == kCuda) {
-      throw ProviderError("provider '" + provider + "' runs no engine that could hold plugins: omit plugins");
+      throw ProviderError("provider '" + provider + "' runs no plan that could hold plugins: omit plugins");
     }
   }
   if (!options.adapters.empty() && !bundle.manifest.model.lora) {
@@ -80,7 +80,7 @@ std::string title(std::string const& provider) {
 std::shared_ptr<Backend> open_on_gpu(Bundle bundle, std::string const& provider,
                                      std::optional<std::filesystem::path> const& plugins, Log const& log, int gpu) {
   if (provider == kCuda) return open_cuda(std::move(bundle), gpu);
-  return open_engines(std::move(bundle), provider, plugins, log, gpu);
+  return open_plans(std::move(bundle), provider, plugins, log, gpu);
 }
 
 }  // namespace

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from bundles import edit, make_manifest, names_in, write
 
-from tide_export.bundle.engine_fields import BuiltEngine
 from tide_export.bundle.manifest import Quantization
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import BuiltPlan
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.errors import BundleError
 
@@ -56,7 +56,7 @@ ENGINES = {
     "plugins": None,
 }
 PARTS = ["segment_00", "segment_01", "segment_02", "head", "best", "candidates"]
-BUILT = {part: asdict(BuiltEngine(1000, 200, 12, 2, 1)) for part in PARTS}
+BUILT = {part: asdict(BuiltPlan(1000, 200, 12, 2, 1)) for part in PARTS}
 PLUGINS = {"version": "0.1.0", "sha256": "0" * 64, "engines": ["segment_00", "segment_01"]}
 
 
@@ -144,7 +144,7 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
         (
             NETWORKS,
             ENGINES | {"built": BUILT | {"tail": BUILT["head"]}},
-            "'engines.built' must have one entry per engine",
+            "'engines.built' must have one entry per plan",
         ),
         (NETWORKS, ENGINES | {"built": {**BUILT, "head": {}}}, "field 'engines.built.head.weights_bytes' is missing"),
         (
@@ -158,8 +158,8 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
             "field 'engines.built.head.fused_attention_layers' must be at most attention_layers",
         ),
         (NETWORKS, ENGINES | {"copied": {"segment_01": 4096}}, None),
-        (NETWORKS, ENGINES | {"copied": {"tail": 4096}}, "field 'engines.copied.tail' must be an engine's bytes, 1"),
-        (NETWORKS, ENGINES | {"copied": {"head": 0}}, "field 'engines.copied.head' must be an engine's bytes, 1 or"),
+        (NETWORKS, ENGINES | {"copied": {"tail": 4096}}, "field 'engines.copied.tail' must be a plan's bytes, 1"),
+        (NETWORKS, ENGINES | {"copied": {"head": 0}}, "field 'engines.copied.head' must be a plan's bytes, 1 or"),
         (NETWORKS | {"files": False}, None, "field 'files' does not list segments/segment_00.onnx"),
         (NETWORKS, ENGINES | {"files": False}, "field 'files' does not list engines/segment_00.engine"),
     ],

@@ -12,14 +12,13 @@ from command_line import refused
 from onnx import TensorProto, helper
 from tiny_engines import TinyLlama
 
-from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, NetworksInfo, Profile
 from tide_export.bundle.file_names import (
-    ENGINES_FOLDER,
     GRAPH_FILE,
+    PLANS_FOLDER,
     SEGMENTS_FOLDER,
     SEGMENTS_WEIGHTS_FILE,
-    engine_file,
     network_file,
+    plan_file,
 )
 from tide_export.bundle.gpu_bandwidth import GPUS, bandwidth_of
 from tide_export.bundle.inspect import describe, render
@@ -27,6 +26,7 @@ from tide_export.bundle.kv_buffers import default_context, kv_buffers
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.network_weights import SHARED, held_size, network_weights, parse_network, repeated_size
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import BuiltPlan, NetworksInfo, PlansInfo, Profile
 from tide_export.bundle.roofline import HOSTS, Roofline, break_even, predict
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.cli.main import main
@@ -76,11 +76,11 @@ def tiny(folder: Path, manifest: Manifest | None = None, **other_parts: bytes) -
     with writing_bundle(folder / "tiny", overwrite=True) as path:
         (path / GRAPH_FILE).write_bytes(b"graph")
         (path / SEGMENTS_FOLDER).mkdir()
-        (path / ENGINES_FOLDER).mkdir()
+        (path / PLANS_FOLDER).mkdir()
         for name, content in (parts() | other_parts).items():
             (path / network_file(name)).write_bytes(content)
             if manifest.engines is not None:
-                (path / engine_file(name)).write_bytes(b"engine")
+                (path / plan_file(name)).write_bytes(b"engine")
         write_manifest(path, manifest)
     return folder / "tiny"
 
@@ -96,13 +96,13 @@ def line_of(bundle: Path, gpu: str = "1GB/s", context: int | None = 100) -> Roof
 
 def test_bytes_are_those_counted_by_hand(tmp_path: Path) -> None:
     line = line_of(tiny(tmp_path))
-    segments, head = line.engines[:-1], line.engines[-1]
-    assert [engine.weights_read for engine in line.engines] == [1_000_000, 2_000_000, 3_000_000, 1024 + 128]
+    segments, head = line.networks[:-1], line.networks[-1]
+    assert [network.weights_read for network in line.networks] == [1_000_000, 2_000_000, 3_000_000, 1024 + 128]
     # Keys and values, 8 numbers a token and layer of 2 bytes; 256 rows, of which 100 are used and 128 are in blocks.
-    assert {engine.kv for engine in segments} == {segments[0].kv}
+    assert {network.kv for network in segments} == {segments[0].kv}
     assert (segments[0].kv.held, segments[0].kv.copied, segments[0].kv.read) == (8192, 8192, 4096)
     assert segments[0].moved == 1_000_000 + 2 * 8192 + 4096
-    assert (head.kv.held, [engine.waits for engine in line.engines]) == (0, [1, 1, 0, 1])
+    assert (head.kv.held, [network.waits for network in line.networks]) == (0, [1, 1, 0, 1])
 
 
 def test_times_are_those_computed_by_hand(tmp_path: Path) -> None:
@@ -153,19 +153,19 @@ def test_times_grow_with_the_context_and_with_the_hosts_cost(tmp_path: Path) -> 
 
 def test_attention_that_is_not_fused_reads_all_rows(tmp_path: Path) -> None:
     spelled_out = tiny(tmp_path, segment_01=network(matmul("w"), w=(1_001_024, 2_000_000, 2)))
-    assert [engine.kv.read for engine in line_of(spelled_out).engines] == [4096, 8192, 4096, 0]
+    assert [network.kv.read for network in line_of(spelled_out).networks] == [4096, 8192, 4096, 0]
     float32 = tiny(tmp_path, tiny_manifest(networks=replace(INFO, weights="fp32")))
-    assert [engine.kv.read for engine in line_of(float32).engines] == [16384, 16384, 16384, 0]
+    assert [network.kv.read for network in line_of(float32).networks] == [16384, 16384, 16384, 0]
 
 
 def test_the_builders_own_figures_are_taken(tmp_path: Path) -> None:
     """Without the embedding, of which a token reads a row."""
-    built = {name: BuiltEngine(5_000_000, 0, 40, 1, 1) for name in SEGMENTS}
-    built |= {name: BuiltEngine(2_000, 0, 4, 0, 0) for name in AFTER_SEGMENTS}
+    built = {name: BuiltPlan(5_000_000, 0, 40, 1, 1) for name in SEGMENTS}
+    built |= {name: BuiltPlan(2_000, 0, 4, 0, 0) for name in AFTER_SEGMENTS}
     profile = Profile("decode", 1, 1, 2, 1)
-    engines = EnginesInfo("tensorrt", "11.1", ("9.0",), "ab" * 32, (profile,), 1.0, None, built)
+    engines = PlansInfo("tensorrt", "11.1", ("9.0",), "ab" * 32, (profile,), 1.0, None, built)
     line = line_of(tiny(tmp_path, tiny_manifest(engines=engines)))
-    assert [engine.weights_read for engine in line.engines] == [5_000_000 - 1024, 5_000_000, 5_000_000, 4_000]
+    assert [network.weights_read for network in line.networks] == [5_000_000 - 1024, 5_000_000, 5_000_000, 4_000]
     assert "the builder reported" in line.render()
     assert "the networks hold" in line_of(tiny(tmp_path)).render()
 

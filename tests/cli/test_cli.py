@@ -17,8 +17,8 @@ from tide_export.calibration.config import TideConfig
 from tide_export.cli.fields import OWN_OPTIONS
 from tide_export.cli.main import COMMANDS, _config, main
 from tide_export.cli.options import build_parser, config_flag
-from tide_export.engines.rebuild import rebuild
 from tide_export.pipeline.request import ExportRequest
+from tide_export.plans.rebuild import rebuild
 from tide_export.tuning.request import REQUESTS
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ from typing import Any
 from bundles import make_manifest
 
 from tide_export.bundle.drafter_field import DrafterInfo
-from tide_export.bundle.engine_fields import BuiltEngine, EmbeddingInfo, EnginesInfo, NetworksInfo, PluginsInfo, Profile
-from tide_export.bundle.file_names import DRAFTER_FILE, EMBEDDING_FILE, GRAPH_FILE, engine_file, network_file
+from tide_export.bundle.file_names import DRAFTER_FILE, EMBEDDING_FILE, GRAPH_FILE, network_file, plan_file
 from tide_export.bundle.manifest import Drafting, FileInfo, Manifest, Quantization
 from tide_export.bundle.model_info import LoraInfo, LoraTarget, StateInfo
+from tide_export.bundle.plan_fields import BuiltPlan, EmbeddingInfo, NetworksInfo, PlansInfo, PluginsInfo, Profile
 from tide_export.names.networks import AFTER_SEGMENTS, DRAFTER, segment_name
 
 STATES = (StateInfo(0, 0, (35, 8), 32), StateInfo(0, 2, (2, 17), 32), StateInfo(0, 3, (32, 12), 32))
@@ -25,9 +25,9 @@ def manifests() -> list[dict[str, Any]]:
     parts = [*(segment_name(k) for k in range(len(plain.segment_sizes))), *AFTER_SEGMENTS]
     networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8, "int4", EmbeddingInfo(2, 1, True))
     profiles = (Profile("decode", 1, 1, 1, 1), Profile("batch-decode", 1, 1, 1, 2))
-    plugins, built = PluginsInfo("0.1.0", "cd" * 32, ("segment_00",)), dict.fromkeys(parts, BuiltEngine(9, 8, 7, 2, 1))
-    engines = EnginesInfo("tensorrt", "11.1", ("8.9",), "ab" * 32, profiles, 3.5, plugins, built, {parts[0]: 5})
-    files = [GRAPH_FILE, EMBEDDING_FILE, *map(network_file, parts), *map(engine_file, parts)]
+    plugins, built = PluginsInfo("0.1.0", "cd" * 32, ("segment_00",)), dict.fromkeys(parts, BuiltPlan(9, 8, 7, 2, 1))
+    engines = PlansInfo("tensorrt", "11.1", ("8.9",), "ab" * 32, profiles, 3.5, plugins, built, {parts[0]: 5})
+    files = [GRAPH_FILE, EMBEDDING_FILE, *map(network_file, parts), *map(plan_file, parts)]
     kinds = [
         plain,
         replace(
@@ -42,13 +42,13 @@ def manifests() -> list[dict[str, Any]]:
         replace(
             plain,
             networks=networks,
-            engines=replace(engines, built={**built, DRAFTER: BuiltEngine(9, 8, 7, 1, 1)}),
+            engines=replace(engines, built={**built, DRAFTER: BuiltPlan(9, 8, 7, 1, 1)}),
             drafter=DrafterInfo(plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, (2, 8), 32, (), {"minutes": 3}),
         ),
         replace(plain, model=replace(plain.model, kv_shapes=((0, 0), *plain.model.kv_shapes[1:]), states=STATES)),
         replace(plain, model=replace(plain.model, lora=LORA)),
     ]
-    drafts = [DRAFTER_FILE, network_file(DRAFTER), engine_file(DRAFTER)]
+    drafts = [DRAFTER_FILE, network_file(DRAFTER), plan_file(DRAFTER)]
 
     def files_of(kind: Manifest) -> dict[str, FileInfo]:
         every = [*files, *(drafts if kind.drafter else ())]

@@ -12,8 +12,8 @@ import pytest
 from bundles import PROFILES, make_manifest, names_in
 from hub_server import LARGE, TOKEN, Hub
 
-from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import NetworksInfo, PlansInfo
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.cli.main import main
 
@@ -80,7 +80,7 @@ def test_engines_stay_here(hub: Hub, tmp_path: Path) -> None:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / f"{name}{ending}").write_bytes(name.encode())
         networks = NetworksInfo("fp32", 1024, 1280, 1024, 32, 128, 8, 32)
-        engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), "ab" * 32, PROFILES, 12.5)
+        engines = PlansInfo("tensorrt", "11.1.0.106", ("8.9",), "ab" * 32, PROFILES, 12.5)
         write_manifest(folder, replace(make_manifest(), networks=networks, engines=engines))
     assert main(["push", "-q", str(bundle), "me/demo"]) == 0
     assert main(["pull", "-q", "me/demo", str(tmp_path / "pulled")]) == 0

@@ -19,7 +19,7 @@ from tide_export.pipeline.request import ExportRequest
     [
         ({"targets": ("abacus",)}, "target 'abacus' is none of onnxruntime, tensorrt, tensorrt-rtx"),
         ({"weights": "int2"}, "weights 'int2' are not in this release"),
-        ({"targets": ("tensorrt", "tensorrt-rtx")}, "the engines of one flavour"),
+        ({"targets": ("tensorrt", "tensorrt-rtx")}, "the plans of one flavour"),
         ({"targets": ("tensorrt",), "weights": "int8"}, "'int8' are for target onnxruntime alone"),
         ({"weights": "fp8"}, "'fp8' are for targets tensorrt and tensorrt-rtx"),
         ({"plugins": "x.so"}, "--plugins is for building engines"),

@@ -16,7 +16,7 @@ import pytest
 from kernel_runner import tk
 from native_builds import cuda_headers, need
 
-from tide_export.engines.exit_memory import LIMITS, ExitSizes, needed, shared_bytes
+from tide_export.plans.exit_memory import LIMITS, ExitSizes, needed, shared_bytes
 
 LARGE = ExitSizes(4096, 128, 4096, 64)  # of an 8B model with a long shortlist
 INVALID = 1  # cudaErrorInvalidValue

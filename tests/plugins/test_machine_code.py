@@ -17,7 +17,7 @@ import tiers
 from native_builds import QUICK_ARCHITECTURES, ROOT, Builds, need
 
 from tide_export.calibration.config import TideConfig
-from tide_export.engines.exit_memory import LIMITS, ExitSizes, needed
+from tide_export.plans.exit_memory import LIMITS, ExitSizes, needed
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120, 121)
 MAX_REGISTERS = 128  # of each of the 512 threads of a block: 65,536 registers a multiprocessor

@@ -20,9 +20,9 @@ from tide_export.bundle.file_names import network_file
 from tide_export.common.version import __version__
 from tide_export.compose.exit_op import exit_attributes, exit_function
 from tide_export.compose.segments import OPSET
-from tide_export.engines.build import run_worker
 from tide_export.errors import BuildError
 from tide_export.names.operators import DOMAIN, OP_EXIT
+from tide_export.plans.build import run_worker
 from tide_export.runtime.tensorrt.flavours import TENSORRT_RTX
 from tide_export.runtime.tensorrt.plugins import find_plugins
 
@@ -191,7 +191,7 @@ def test_the_builder_hands_the_library_to_the_parser(library, exit_graph, tmp_pa
     """With it the builder ends as TensorRT for RTX does when a plugin is to be added; without it an engine is built."""
     profile = {"states": [[1, 1, 64]] * 3, "exit_states": [[1, 1, 4, 64]] * 3}
     profile |= {name: [[1]] * 3 for name in ("last_tokens", "thresholds")}
-    network = {"name": "segment_00", "source": str(exit_graph), "engine": str(tmp_path / "e"), "profiles": [profile]}
+    network = {"name": "segment_00", "source": str(exit_graph), "plan": str(tmp_path / "e"), "profiles": [profile]}
     network |= {"reads_nan": False, "aliases": {}}
     job = {"networks": [network], "timing_cache": None, "plugins": None, "compute_capabilities": ()}
     assert run_worker(job, TENSORRT_RTX, "1.7", lambda amount: None)["segment_00"]["plugins"] == 0

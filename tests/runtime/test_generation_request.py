@@ -68,8 +68,8 @@ def test_plugins_are_for_tensorrt(demo_bundle: Path) -> None:
     bundle = open_bundle(demo_bundle, verify=False)
     built = replace(bundle, manifest=replace(bundle.manifest, engines=SimpleNamespace(plugins=object())))
     for provider in ("cpu", "cuda"):
-        with pytest.raises(ProviderError, match=f"provider '{provider}' runs no engine that could hold plugins"):
+        with pytest.raises(ProviderError, match=f"provider '{provider}' runs no plan that could hold plugins"):
             open_engine(built, provider, plugins="x.so")
     for provider in (None, "cpu"):
-        with pytest.raises(ConfigError, match="plugins are for TensorRT engines"):
+        with pytest.raises(ConfigError, match="plugins are for TensorRT plans"):
             validate(bundle.path, "no-model", "no-text", provider=provider, plugins="x.so")

@@ -19,7 +19,7 @@ from bundles import without
 from private_memory import private_memory
 from tiny_model import TinyModel
 
-from tide_export.bundle.file_names import ENGINES_FOLDER, MANIFEST_FILE, WEIGHTS_FILE, batch_file
+from tide_export.bundle.file_names import MANIFEST_FILE, PLANS_FOLDER, WEIGHTS_FILE, batch_file
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import _exchange, write_manifest
 from tide_export.errors import BundleError
@@ -38,7 +38,7 @@ def opens(bundle: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def original(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return without(demo_bundle, tmp_path_factory.mktemp("original") / "bundle", ENGINES_FOLDER)
+    return without(demo_bundle, tmp_path_factory.mktemp("original") / "bundle", PLANS_FOLDER)
 
 
 @pytest.fixture

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo, Profile
-from tide_export.bundle.file_names import ENGINES_FOLDER, engine_file
+from tide_export.bundle.file_names import PLANS_FOLDER, plan_file
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.plan_fields import PlansInfo, PluginsInfo, Profile
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.common.version import __version__
-from tide_export.engines import build
-from tide_export.engines import rebuild as rebuilding
-from tide_export.engines.worker import build as build_one
 from tide_export.errors import BuildError, ConfigError, ProviderError
 from tide_export.names.networks import AFTER_SEGMENTS, segment_name
 from tide_export.pipeline.flow import export
+from tide_export.plans import build
+from tide_export.plans import rebuild as rebuilding
+from tide_export.plans.worker import build as build_one
 from tide_export.runtime.engine import open_engine
 from tide_export.runtime.tensorrt import engines as on_tensorrt
 from tide_export.runtime.tensorrt import plugins as looking
@@ -122,21 +122,21 @@ def test_a_missing_library_is_one_line_of_build(demo_bundle: Path, monkeypatch: 
 
 def test_a_library_that_no_engine_would_use_is_refused(tmp_path: Path, demo_model: Path, demo_bundle: Path) -> None:
     for options in ({}, {"targets": ("tensorrt",), "engines": False}):
-        with pytest.raises(ConfigError, match="--plugins is for building engines of target tensorrt"):
+        with pytest.raises(ConfigError, match="--plugins is for building plans of target tensorrt"):
             export(str(demo_model), tmp_path / "out", plugins="x.so", **options)
-    with pytest.raises(ProviderError, match=r"no engine of bundle .* holds plugins: omit --plugins"):
+    with pytest.raises(ProviderError, match=r"no plan of bundle .* holds plugins: omit --plugins"):
         open_engine(open_bundle(demo_bundle, verify=False), "cpu", plugins="x.so")
     open_engine(open_bundle(demo_bundle, verify=False), "cpu", plugins="none")
 
 
 def bundle_with_engines(demo_bundle: Path, folder: Path, plugins: PluginsInfo | None) -> Bundle:
     shutil.copytree(demo_bundle, folder)
-    (folder / ENGINES_FOLDER).mkdir()
+    (folder / PLANS_FOLDER).mkdir()
     for part in (*(segment_name(k) for k in range(4)), *AFTER_SEGMENTS):
-        (folder / engine_file(part)).write_bytes(b"engine")
+        (folder / plan_file(part)).write_bytes(b"engine")
     manifest = open_bundle(demo_bundle, verify=False).manifest
     profiles = (Profile("decode", 1, 1, 1, 8),)
-    engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, profiles, 1.0, plugins)
+    engines = PlansInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, profiles, 1.0, plugins)
     write_manifest(folder, replace(manifest, engines=engines))
     return open_bundle(folder, verify=False)
 
@@ -183,7 +183,7 @@ def test_engines_with_plugins_need_the_library(
     monkeypatch.setattr(on_tensorrt, "_Runtime", stop)
     for _ in range(2):  # a second bundle in the same process
         with pytest.raises(Stop):
-            on_tensorrt.open_engines(bundle, "tensorrt", {}, ours)
+            on_tensorrt.open_plans(bundle, "tensorrt", {}, ours)
     assert registry.loaded == [str(ours)], "before an engine is read, and once"
 
 
@@ -229,11 +229,11 @@ def test_the_manifest_says_which_engines_hold_plugins(
     library = find_plugins(ours)
     if not taken:
         with pytest.raises(BuildError, match=r"TensorRT did not take the plugin TideExit of '.*' in segment_00"):
-            build.build_engines(tmp_path, manifest, TENSORRT, library)
+            build.build_plans(tmp_path, manifest, TENSORRT, library)
         return
-    info = build.build_engines(tmp_path, manifest, TENSORRT, library)
+    info = build.build_plans(tmp_path, manifest, TENSORRT, library)
     assert info.plugins == PluginsInfo(__version__, library.sha256, names_routed)
     assert [job["plugins"] for job in jobs] == [str(ours)]
-    (tmp_path / ENGINES_FOLDER).rmdir()
-    assert build.build_engines(tmp_path, manifest, TENSORRT).plugins is None
+    (tmp_path / PLANS_FOLDER).rmdir()
+    assert build.build_plans(tmp_path, manifest, TENSORRT).plugins is None
     assert jobs[1]["plugins"] is None

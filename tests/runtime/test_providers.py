@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from bundles import PROFILES, with_engines, with_manifest
 
-from tide_export.bundle.file_names import engine_file
+from tide_export.bundle.file_names import plan_file
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import BundleError, GenerationError, ProviderError
@@ -21,7 +21,6 @@ from tide_export.runtime import providers
 from tide_export.runtime.engine import load, open_engine
 from tide_export.runtime.native import created
 from tide_export.runtime.tensorrt import engines as on_tensorrt
-from tide_export.runtime.tensorrt.engines import pick_profile
 from tide_export.runtime.tensorrt.flavours import (
     DAMAGED,
     REFUSALS,
@@ -31,6 +30,7 @@ from tide_export.runtime.tensorrt.flavours import (
     built_for,
     check_header,
 )
+from tide_export.runtime.tensorrt.plans import pick_profile
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
     ("provider", "says"),
     [
         ("cuda", "holds no segment networks: export it with --target tensorrt or tensorrt-rtx"),
-        ("tensorrt", "holds no TensorRT engines: build them with `tide-export build .* --target tensorrt`"),
-        ("tensorrt-rtx", "holds no TensorRT engines: build them with `tide-export build .* --target tensorrt-rtx`"),
+        ("tensorrt", "holds no TensorRT plans: build them with `tide-export build .* --target tensorrt`"),
+        ("tensorrt-rtx", "holds no TensorRT plans: build them with `tide-export build .* --target tensorrt-rtx`"),
     ],
 )
 def test_a_provider_the_bundle_has_nothing_for_is_refused(tiny_bundle: Path, provider: str, says: str) -> None:
@@ -117,14 +117,14 @@ def test_engines_for_another_gpu_are_refused(built: Path, machine) -> None:
 def test_engines_of_another_model_are_refused(built: Path, machine) -> None:
     machine((8, 9))
     with pytest.raises(BundleError, match="were built from other weights than its model's"):
-        on_tensorrt.open_engines(changed(built, weights_sha256="0" * 64), "tensorrt", {})
+        on_tensorrt.open_plans(changed(built, weights_sha256="0" * 64), "tensorrt", {})
 
 
 def test_a_truncated_engine_is_refused_before_tensorrt_sees_it(built: Path, machine, tmp_path: Path, capsys) -> None:
     machine((8, 9))
     bundle = tmp_path / "bundle"
     shutil.copytree(built, bundle)
-    engine = bundle / engine_file("segment_01")
+    engine = bundle / plan_file("segment_01")
     engine.write_bytes(engine.read_bytes()[:-1])
     arguments = ["generate", str(bundle), "--prompt", "a", "--provider", "tensorrt", "--no-verify", "-q"]
     assert main(arguments) == 2
@@ -146,14 +146,14 @@ def test_an_engine_tensorrt_cannot_read_is_refused_with_its_last_words(built: Pa
 
     runtime = on_tensorrt._Runtime(TENSORRT, SimpleNamespace(ILogger=Logger, Runtime=Runtime))
     Logger.__init__ = lambda self: None
-    with pytest.raises(BundleError, match=r"cannot load engine 'x\.engine': magic tag does not match"):
+    with pytest.raises(BundleError, match=r"cannot load plan 'x\.engine': magic tag does not match"):
         runtime.load(b"", "x.engine")
 
 
 def test_tensorrt_for_rtx_says_what_is_wrong_with_a_header() -> None:
     """The library itself: damage it knows without a GPU. What else it may say is played, under the names it has."""
     library = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
-    with pytest.raises(BundleError, match=r"RTX cannot run engine 'x\.engine': it is no engine, or a damaged one$"):
+    with pytest.raises(BundleError, match=r"RTX cannot run plan 'x\.engine': it is no plan, or a damaged one$"):
         on_tensorrt._Runtime(TENSORRT_RTX, library).load(b"no engine " * 100, "x.engine")
     flags = library.EngineInvalidityDiagnostics.__members__
     assert set(flags) == {*REFUSALS, DAMAGED}
@@ -179,12 +179,12 @@ def test_an_engine_that_is_not_at_its_best_runs_with_a_warning(caplog: pytest.Lo
     runtime = SimpleNamespace(get_engine_validity=lambda header: answer, engine_header_size=8)
     with caplog.at_level("WARNING", "tide_export"):
         check_header(TENSORRT_RTX, library, runtime, b"engine", "x.engine", [])
-    assert "engine 'x.engine' was built for other GPUs too" in caplog.text
+    assert "plan 'x.engine' was built for other GPUs too" in caplog.text
 
 
 def test_a_run_beyond_every_profile_is_refused() -> None:
     assert [pick_profile(PROFILES, tokens) for tokens in (1, 2, 32, 33, 1024)] == [0, 1, 1, 2, 2]
-    with pytest.raises(GenerationError, match="a run over 1025 tokens exceeds the engine's profiles, which take 1024"):
+    with pytest.raises(GenerationError, match="a run over 1025 tokens exceeds the plan's profiles, which take 1024"):
         pick_profile(PROFILES, 1025)
 
 
@@ -204,11 +204,11 @@ def test_auto_takes_engines_that_run_here(built: Path, machine, monkeypatch: pyt
     machine((8, 9))
     opened = []
 
-    def open_engines(bundle: Bundle, provider: str, options: dict, plugins: None) -> c_void_p:
+    def open_plans(bundle: Bundle, provider: str, options: dict, plugins: None) -> c_void_p:
         opened.append(provider)
         return created("load", str(built).encode(), json.dumps(options | {"provider": "cpu"}).encode())
 
-    monkeypatch.setattr(providers, "open_engines", open_engines)
+    monkeypatch.setattr(providers, "open_plans", open_plans)
     with caplog.at_level(logging.INFO, logger="tide_export"):
         load(built, verify=False)
     assert opened == ["tensorrt"]
@@ -250,7 +250,7 @@ def test_rtx_engines_are_refused_on_gpus_that_rtx_does_not_know(built: Path, mac
     here = f"{device[0]}\\.{device[1]}"
     sentence = rf"8\.0, 8\.6, 8\.9, 12\.0, 12\.1, this one has {here}: build others with .*-target tensorrt`"
     with pytest.raises(ProviderError, match=sentence):
-        on_tensorrt.open_engines(bundle, "tensorrt-rtx", {})
+        on_tensorrt.open_plans(bundle, "tensorrt-rtx", {})
 
 
 def test_tensorrt_builds_for_the_gpu_there_is_and_rtx_for_all_it_knows() -> None:

@@ -40,7 +40,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_is_calibrated_exported_and_compared(
     models: ModuleType, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not tiers.ALL:  # tests/engines builds such engines too
+    if not tiers.ALL:  # tests/plans builds such engines too
         monkeypatch.setattr(
             models, "rebuild", lambda bundle, target: open_bundle(bundle).manifest.targets.index(target)
         )

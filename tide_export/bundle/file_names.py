@@ -13,7 +13,7 @@ BATCH_FOLDER = "batch"
 SEGMENTS_FOLDER = "segments"
 SEGMENTS_WEIGHTS_FILE = "weights.data"  # in SEGMENTS_FOLDER, shared by all networks there
 EMBEDDING_FILE = f"{SEGMENTS_FOLDER}/embedding.data"  # the matrix of the networks' embedding input, row after row
-ENGINES_FOLDER = "engines"
+PLANS_FOLDER = "engines"
 
 
 def network_file(name: str) -> str:
@@ -21,9 +21,9 @@ def network_file(name: str) -> str:
     return f"{SEGMENTS_FOLDER}/{name}.onnx"
 
 
-def engine_file(name: str) -> str:
-    """Returns where a bundle keeps the TensorRT engine of the segment network `name`."""
-    return f"{ENGINES_FOLDER}/{name}.engine"
+def plan_file(name: str) -> str:
+    """Returns where a bundle keeps the TensorRT plan of the segment network `name`."""
+    return f"{PLANS_FOLDER}/{name}.engine"
 
 
 def batch_file(name: str) -> str:

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
-from tide_export.bundle.engine_fields import FP8, INT4
 from tide_export.bundle.kv_buffers import default_context, is_fused, kv_buffers
 from tide_export.bundle.manifest import INT8_MATMULS, Manifest
 from tide_export.bundle.model_info import FLOAT_BYTES
 from tide_export.bundle.network_weights import held_size, network_weights, repeated_size
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.plan_fields import FP8, INT4
 from tide_export.common.formatting import size, table
 from tide_export.thresholds.resolve import resolve_thresholds
 
@@ -217,8 +217,8 @@ def _drafter(info: dict[str, Any] | None) -> str:
 
 
 def _network_lines(described: dict[str, Any]) -> list[str]:
-    """Describes the networks and engines for TensorRT, if any."""
-    networks, engines = described["networks"], described["engines"]
+    """Describes the networks and plans for TensorRT, if any."""
+    networks, plans = described["networks"], described["engines"]
     if networks is None:
         return []
     kv, weights = described["network_kv"], described["network_weights"]
@@ -233,21 +233,20 @@ def _network_lines(described: dict[str, Any]) -> list[str]:
         shared = "none: a tied embedding" if networks.get("embedding") is None else "the embedding alone: shortlists"
         lines.append(
             f"memory     {size(weights['size'])} of weights, {size(weights['repeated'])} of them copies, because "
-            f"engines share {shared}, tables of positions"
+            f"plans share {shared}, tables of positions"
         )
-    if engines is None:
-        return [*lines, "engines    none: tide-export build builds them"]
-    gpus = ", ".join(engines["compute_capabilities"]) or "of all GPUs it supports"
+    if plans is None:
+        return [*lines, "plans      none: tide-export build builds them"]
+    gpus = ", ".join(plans["compute_capabilities"]) or "of all GPUs it supports"
     profiles = ", ".join(
-        f"{p['name']} {p['batch_size']} x {p['min_tokens']}-{p['max_tokens']}" for p in engines["profiles"]
+        f"{p['name']} {p['batch_size']} x {p['min_tokens']}-{p['max_tokens']}" for p in plans["profiles"]
     )
     return [
         *lines,
-        f"engines    {engines['flavour']} {engines['version']}, compute capability {gpus}, built in "
-        f"{engines['seconds']:g} s",
+        f"plans      {plans['flavour']} {plans['version']}, compute capability {gpus}, built in {plans['seconds']:g} s",
         f"profiles   sequences x tokens of a run: {profiles}",
-        f"plugins    {_plugins(engines['plugins'])}",
-        *([] if engines["built"] is None else [_built_table(engines["built"])]),
+        f"plugins    {_plugins(plans['plugins'])}",
+        *([] if plans["built"] is None else [_built_table(plans["built"])]),
     ]
 
 
@@ -257,14 +256,14 @@ def _precision(networks: dict[str, Any]) -> str:
 
 
 def _built_table(built: dict[str, dict[str, int]]) -> str:
-    """Returns a table of the builder's reports on the engines."""
+    """Returns a table of the builder's reports on the plans."""
     rows = []
-    for name, engine in built.items():
-        fused, attentions = engine["fused_attention_layers"], engine["attention_layers"]
+    for name, plan in built.items():
+        fused, attentions = plan["fused_attention_layers"], plan["attention_layers"]
         attention = "-" if not attentions else f"{fused} of {attentions} fused"
-        memory = (size(engine["weights_bytes"]), size(engine["activation_bytes"]))
-        rows.append([name, *memory, engine["layers"], attention])
-    return table(["engine", "weights", "working memory", "layers", "attention"], rows)
+        memory = (size(plan["weights_bytes"]), size(plan["activation_bytes"]))
+        rows.append([name, *memory, plan["layers"], attention])
+    return table(["plan", "weights", "working memory", "layers", "attention"], rows)
 
 
 def _plugins(plugins: dict[str, Any] | None) -> str:

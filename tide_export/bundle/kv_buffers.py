@@ -34,16 +34,16 @@ def default_context(capacity: int) -> int:
 def is_fused(manifest: Manifest, k: int, attentions: int | None = None) -> bool:
     """Returns whether one kernel computes each attention of segment k.
 
-    The builder's report tells it; without engines, it is assumed of all precisions but float32.
+    The builder's report tells it; without plans, it is assumed of all precisions but float32.
 
     Args:
         attentions: number of attention operators of the segment's network; None: one per attention.
     """
-    info, engines, sizes = manifest.networks, manifest.engines, manifest.segment_sizes
+    info, plans, sizes = manifest.networks, manifest.engines, manifest.segment_sizes
     assert info is not None
     expected = len(manifest.model.attentions(range(sum(sizes[:k]), sum(sizes[: k + 1]))))
-    if engines is not None and engines.built is not None:
-        return engines.built[segment_name(k)].fused_attention_layers == expected
+    if plans is not None and plans.built is not None:
+        return plans.built[segment_name(k)].fused_attention_layers == expected
     return info.weights != "fp32" and attentions in (None, expected)
 
 

@@ -14,16 +14,16 @@ from typing import Any
 
 from tide_export.bundle.auto_mode import MODES, AutoMode
 from tide_export.bundle.drafter_field import DrafterInfo, check_drafter
-from tide_export.bundle.engine_fields import FP8, INT4, EnginesInfo, NetworksInfo
 from tide_export.bundle.file_names import (
     DRAFTER_FILE,
     EMBEDDING_FILE,
     GRAPH_FILE,
     MANIFEST_FILE,
-    engine_file,
     network_file,
+    plan_file,
 )
 from tide_export.bundle.model_info import ModelInfo, check_model
+from tide_export.bundle.plan_fields import FP8, INT4, NetworksInfo, PlansInfo
 from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
 from tide_export.errors import BundleError
 from tide_export.names.networks import AFTER_SEGMENTS, DRAFTER, segment_name
@@ -120,7 +120,7 @@ class Manifest:
     tuning: dict[str, Any] | None = None  # how `thresholds` were certified (see `tuning.report`); None: not at all
     drafting: Drafting | None = None  # of lossless mode; None: not tuned
     networks: NetworksInfo | None = None
-    engines: EnginesInfo | None = None
+    engines: PlansInfo | None = None
     quantization: Quantization | None = None  # None, and then not written: the weights are not quantized
     remote_code: bool | None = None  # whether Python code of the model's own was run; None: not written
     kv_cache: str | None = None  # one of KV_CACHES: type of the K/V pages; None, and then not written: float32
@@ -305,7 +305,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None]) -> None:
-    networks, engines = manifest.networks, manifest.engines
+    networks, plans = manifest.networks, manifest.engines
     parts = [*(segment_name(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS]
     if networks is not None:
         require(
@@ -334,37 +334,37 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         drafter = [DRAFTER] if manifest.has_drafter_network else []
         for file in map(network_file, [*parts, *drafter]):
             require(file in manifest.files, "files", f"does not list {file}")
-    if engines is not None:
+    if plans is not None:
         require(networks is not None, "engines", "needs the field 'networks'")
-        require(engines.flavour in FLAVOURS, "engines.flavour", f"must be one of {', '.join(FLAVOURS)}")
-        require(bool(engines.profiles), "engines.profiles", "must not be empty")
-        for profile in engines.profiles:
+        require(plans.flavour in FLAVOURS, "engines.flavour", f"must be one of {', '.join(FLAVOURS)}")
+        require(bool(plans.profiles), "engines.profiles", "must not be empty")
+        for profile in plans.profiles:
             ordered = 1 <= profile.min_tokens <= profile.opt_tokens <= profile.max_tokens
             require(ordered, "engines.profiles", "must have min_tokens <= opt_tokens <= max_tokens, all 1 or more")
-        size = max((profile.batch_size for profile in engines.profiles), default=0)
+        size = max((profile.batch_size for profile in plans.profiles), default=0)
         if networks is not None:
             require(
                 size == networks.max_batch_size, "engines.profiles", "must have the batch size networks.max_batch_size"
             )
-        if engines.plugins is not None:
-            holders = engines.plugins.engines
+        if plans.plugins is not None:
+            holders = plans.plugins.engines
             require(
-                bool(holders) and set(holders) <= set(parts), "engines.plugins.engines", "must be some of the engines"
+                bool(holders) and set(holders) <= set(parts), "engines.plugins.engines", "must be some of the plans"
             )
-        if engines.built is not None:
-            names = set(engines.built) - ({DRAFTER} if engine_file(DRAFTER) in manifest.files else set())
-            require(names == set(parts), "engines.built", "must have one entry per engine")
-            for name, built in engines.built.items():
+        if plans.built is not None:
+            names = set(plans.built) - ({DRAFTER} if plan_file(DRAFTER) in manifest.files else set())
+            require(names == set(parts), "engines.built", "must have one entry per plan")
+            for name, built in plans.built.items():
                 fused, attentions = built.fused_attention_layers, built.attention_layers
                 numbers = (built.weights_bytes, built.activation_bytes, built.layers, fused)
                 require(min(numbers) >= 0, f"engines.built.{name}", "holds a negative value")
                 where = f"engines.built.{name}.fused_attention_layers"
                 require(fused <= attentions, where, "must be at most attention_layers")
-        for name, copied in (engines.copied or {}).items():
-            is_engine = name in parts or (name == DRAFTER and engine_file(DRAFTER) in manifest.files)
+        for name, copied in (plans.copied or {}).items():
+            is_plan = name in parts or (name == DRAFTER and plan_file(DRAFTER) in manifest.files)
             where = f"engines.copied.{shown_name(name)}"
-            require(is_engine and copied >= 1, where, "must be an engine's bytes, 1 or more")
-        for file in map(engine_file, parts):
+            require(is_plan and copied >= 1, where, "must be a plan's bytes, 1 or more")
+        for file in map(plan_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tide_export.bundle.drafter_field import DrafterInfo
-from tide_export.bundle.engine_fields import NetworksInfo, Profile
 from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.plan_fields import NetworksInfo, Profile
 from tide_export.errors import BundleError
 from tide_export.names import segment_drafter
 from tide_export.names import segment_networks as names

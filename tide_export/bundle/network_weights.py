@@ -1,8 +1,8 @@
 """Reads the stored weights of each segment network from its ONNX file, without the package onnx.
 
 A network's file refers to its weights of 1 kB and more by their offset in one file that all networks share. Equal
-weights of two networks have the same offset, and engines built from them both hold a copy. The embedding that they
-take as an input is in no engine and on the GPU once.
+weights of two networks have the same offset, and plans built from them both hold a copy. The embedding that they
+take as an input is in no plan and on the GPU once.
 """
 
 from collections import Counter, defaultdict
@@ -51,7 +51,7 @@ class NetworkWeights:
 
     @property
     def shared_size(self) -> int:
-        """The bytes of the embedding that its engine takes as an input."""
+        """The bytes of the embedding that its plan takes as an input."""
         return sum(weight.size for weight in self.weights if weight.offset == SHARED)
 
     @property
@@ -93,7 +93,7 @@ def held_size(networks: dict[str, NetworkWeights]) -> int:
 
 
 def repeated_size(networks: dict[str, NetworkWeights]) -> int:
-    """Returns the bytes of weights that are copies of another engine's: engines share no constants."""
+    """Returns the bytes of weights that are copies of another plan's: plans share no constants."""
     held = (weight for network in networks.values() for weight in network.weights if weight.offset != SHARED)
     places = Counter((weight.offset, weight.size) for weight in held)
     return sum(size * (count - 1) for (_, size), count in places.items())

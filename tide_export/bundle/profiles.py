@@ -1,13 +1,13 @@
-"""The largest run of the segment networks, and the optimization profiles that engines are built with.
+"""The largest run of the segment networks, and the optimization profiles that plans are built with.
 
-`lower.tensorrt.lower` records the sizes with the networks, `engines.build` builds by these profiles, and the runtime
+`lower.tensorrt.lower` records the sizes with the networks, `plans.build` builds by these profiles, and the runtime
 never runs more.
 """
 
 from dataclasses import replace
 from typing import NamedTuple
 
-from tide_export.bundle.engine_fields import NetworksInfo, Profile
+from tide_export.bundle.plan_fields import NetworksInfo, Profile
 from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """`tide-export inspect --roofline`: predicts a token's time on a GPU from the bytes it moves.
 
-Decoding one sequence is bound by memory: a run reads its engine's weights and the sequence's K/V once. The host's time
-at each boundary between engines is an estimate. Nothing is measured: every number is printed as a prediction, with its
+Decoding one sequence is bound by memory: a run reads its network's weights and the sequence's K/V once. The host's time
+at each boundary between networks is an estimate. Nothing is measured: every number is printed as a prediction, with its
 assumptions.
 """
 
@@ -24,13 +24,13 @@ SHARE = (
     0.8  # share of the bandwidth that decoding reaches, an estimate: 650 us for four layers of 8B in bf16 on an H100
 )
 
-ENGINE_COLUMNS = ("engine", "weights read", "K/V held", "K/V copied", "K/V read", "launches", "waits")
+NETWORK_COLUMNS = ("network", "weights read", "K/V held", "K/V copied", "K/V read", "launches", "waits")
 
 Range = tuple[float, float]  # at the lowest and highest cost of the host
 
 
 class Host(NamedTuple):
-    """A way to drive the engines, with estimated microseconds in which the GPU is idle."""
+    """A way to drive the networks, with estimated microseconds in which the GPU is idle."""
 
     name: str
     step: Range  # of the launch that ends a token, and its wait
@@ -45,10 +45,10 @@ HOSTS = (
 
 
 @dataclass(frozen=True)
-class EngineBytes:
+class NetworkBytes:
     """The bytes that one launch moves for one token of one sequence, and whether the host then waits."""
 
-    engine: str
+    network: str
     weights_read: int
     kv: KvBuffers
     waits: int  # 1 or 0, in mode exit
@@ -60,7 +60,7 @@ class EngineBytes:
 
 @dataclass(frozen=True)
 class Path:
-    """The path of one token through the engines, with the launches and waits of a host."""
+    """The path of one token through the networks, with the launches and waits of a host."""
 
     token: str
     launches: int
@@ -81,14 +81,14 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The predicted times of a bundle's engines on a GPU."""
+    """The predicted times of a bundle's networks on a GPU."""
 
     gpu: str
     bytes_per_second: float
     context: int  # tokens in the K/V
     capacity: int  # tokens that they can hold
     built: bool  # weights are what the builder reported; else what the networks hold
-    engines: tuple[EngineBytes, ...]
+    networks: tuple[NetworkBytes, ...]
     paths: tuple[Path, ...]
     break_even: tuple[BreakEven, ...]
 
@@ -104,14 +104,14 @@ class Roofline:
     def render(self) -> str:
         """Returns the text that `inspect --roofline` prints."""
         hosts = [host.name for host in HOSTS]
-        engines = [
+        networks = [
             [
-                engine.engine,
-                *map(size, (engine.weights_read, engine.kv.held, engine.kv.copied, engine.kv.read)),
-                *(1, engine.waits),
-                _number(step_time((engine,), self.bytes_per_second)),
+                network.network,
+                *map(size, (network.weights_read, network.kv.held, network.kv.copied, network.kv.read)),
+                *(1, network.waits),
+                _number(step_time((network,), self.bytes_per_second)),
             ]
-            for engine in self.engines
+            for network in self.networks
         ]
         paths = [[p.token, p.launches, p.waits, *(_span(p.microseconds[host]) for host in hosts)] for p in self.paths]
         rates = [
@@ -124,7 +124,7 @@ class Roofline:
             f"step       one token of one sequence, {self.context} of {self.capacity} tokens in its K/V",
             *_assumptions(self.built),
             "",
-            table([*ENGINE_COLUMNS, "predicted us"], engines),
+            table([*NETWORK_COLUMNS, "predicted us"], networks),
             "",
             "predicted microseconds a token",
             table(["token", "launches", "waits", *hosts], paths),
@@ -136,7 +136,7 @@ class Roofline:
 
 
 def predict(bundle: Bundle, gpu: str, context: int | None = None) -> Roofline:
-    """Predicts the times of a bundle's engines on a GPU.
+    """Predicts the times of a bundle's networks on a GPU.
 
     Args:
         gpu: a name of `gpu_bandwidth.GPUS`, or a bandwidth such as `1.2TB/s`.
@@ -158,15 +158,17 @@ def predict(bundle: Bundle, gpu: str, context: int | None = None) -> Roofline:
         raise BundleError(f"bundle '{bundle.path}' has experts, and of how many a token reads the weights is not known")
     active = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
     exits = [threshold < 1 for threshold in active]
-    engines = engine_bytes(manifest, weights, exits, tokens)
+    networks = network_bytes(manifest, weights, exits, tokens)
     built = manifest.engines is not None and manifest.engines.built is not None
-    paths, rates = token_paths(engines, bandwidth, [p for p, on in zip(manifest.checkpoints, exits, strict=True) if on])
-    return Roofline(name, bandwidth, tokens, info.capacity, built, engines, paths, rates)
+    paths, rates = token_paths(
+        networks, bandwidth, [p for p, on in zip(manifest.checkpoints, exits, strict=True) if on]
+    )
+    return Roofline(name, bandwidth, tokens, info.capacity, built, networks, paths, rates)
 
 
-def engine_bytes(
+def network_bytes(
     manifest: Manifest, weights: dict[str, NetworkWeights], exits: list[bool], context: int
-) -> tuple[EngineBytes, ...]:
+) -> tuple[NetworkBytes, ...]:
     """Returns the bytes of each launch: one per segment, and one for the head and the choice of a token.
 
     Args:
@@ -174,39 +176,39 @@ def engine_bytes(
         exits: whether a token may exit after each segment but the last.
         context: tokens in the K/V.
     """
-    engines, first = [], 0
+    networks, first = [], 0
     for k, count in enumerate(manifest.segment_sizes):
         network = weights[segment_name(k)]
         held = _held(segment_name(k), manifest, weights)
         kv = kv_buffers(manifest, range(first, first + count), context, is_fused(manifest, k, network.attentions))
         waits = int(k < len(exits) and exits[k])
-        engines.append(EngineBytes(segment_name(k), max(0, held - network.table_size), kv, waits))
+        networks.append(NetworkBytes(segment_name(k), max(0, held - network.table_size), kv, waits))
         first += count
     after = sum(_held(name, manifest, weights) for name in (HEAD, BEST))
-    return (*engines, EngineBytes(f"{HEAD}, {BEST}", after, KvBuffers(0, 0, 0), 1))
+    return (*networks, NetworkBytes(f"{HEAD}, {BEST}", after, KvBuffers(0, 0, 0), 1))
 
 
 def _held(name: str, manifest: Manifest, weights: dict[str, NetworkWeights]) -> int:
-    """Returns the bytes of an engine's weights, by the builder's report or else by its network."""
+    """Returns the bytes of a network's weights, by the builder's report or else by its network."""
     built = None if manifest.engines is None else manifest.engines.built
     return weights[name].size if built is None else built[name].weights_bytes + weights[name].shared_size
 
 
-def step_time(engines: Sequence[EngineBytes], bytes_per_second: float) -> float:
-    """Returns the microseconds in which a GPU with that bandwidth runs the engines once."""
-    return sum(engine.moved for engine in engines) / (bytes_per_second * SHARE) * 1e6
+def step_time(networks: Sequence[NetworkBytes], bytes_per_second: float) -> float:
+    """Returns the microseconds in which a GPU with that bandwidth runs the networks once."""
+    return sum(network.moved for network in networks) / (bytes_per_second * SHARE) * 1e6
 
 
 def token_paths(
-    engines: Sequence[EngineBytes], bytes_per_second: float, checkpoints: Sequence[int]
+    networks: Sequence[NetworkBytes], bytes_per_second: float, checkpoints: Sequence[int]
 ) -> tuple[tuple[Path, ...], tuple[BreakEven, ...]]:
     """Returns the possible paths of a token, full depth first, and the break-even share of each exit.
 
     Args:
-        engines: the segments, which wait where a token may exit, and the head last.
+        networks: the segments, which wait where a token may exit, and the head last.
         checkpoints: layers run where a token may exit.
     """
-    *segments, head = engines
+    *segments, head = networks
 
     def path(token: str, runs: int, waits: int) -> Path:
         gpu = step_time((*segments[:runs], head), bytes_per_second)
@@ -219,8 +221,8 @@ def token_paths(
     full = path("full depth, mode full", len(segments), head.waits)
     if not checkpoints:
         return (full,), ()
-    deep = path("full depth, mode exit", len(segments), sum(engine.waits for engine in engines))
-    ends = [k for k, engine in enumerate(segments, 1) if engine.waits]
+    deep = path("full depth, mode exit", len(segments), sum(network.waits for network in networks))
+    ends = [k for k, network in enumerate(segments, 1) if network.waits]
     exits = [
         path(f"exits after {c} layers", k, n + 1) for n, (c, k) in enumerate(zip(checkpoints, ends, strict=True), 1)
     ]

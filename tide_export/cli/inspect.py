@@ -25,7 +25,7 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON")
     how.add_argument(
-        "--trtexec", action="store_true", help="print the trtexec command that builds each engine, for TensorRT"
+        "--trtexec", action="store_true", help="print the trtexec command that builds each plan, for TensorRT"
     )
 
 
@@ -39,7 +39,7 @@ def run_inspect(options: Namespace) -> int:
     if options.trtexec and options.roofline is not None:
         raise ConfigError("--roofline prints no commands: omit it, or --trtexec")
     if options.trtexec:
-        from tide_export.engines.trtexec import trtexec_lines
+        from tide_export.plans.trtexec import trtexec_lines
 
         print("\n".join(trtexec_lines(open_bundle(options.bundle, verify=options.verify).manifest, options.bundle)))
     elif options.roofline is not None:

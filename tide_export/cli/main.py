@@ -114,7 +114,7 @@ def _export(options: Namespace) -> int:
 
 
 def _build(options: Namespace) -> int:
-    from tide_export.engines.rebuild import rebuild
+    from tide_export.plans.rebuild import rebuild
 
     print(rebuild(**given(options)).path)
     return 0

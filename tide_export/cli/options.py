@@ -136,7 +136,7 @@ def _add_export(commands, config: bool) -> None:
         dest="targets",
         action="append",
         choices=TARGETS,
-        help="engine; may be repeated; every bundle runs on onnxruntime (onnxruntime)",
+        help="runtime; may be repeated; every bundle runs on onnxruntime (onnxruntime)",
     )
     parser.add_argument(
         "--weights",
@@ -161,7 +161,7 @@ def _add_export(commands, config: bool) -> None:
         "--no-engines",
         dest="engines",
         action="store_false",
-        help="build no engines; run `build` on another machine instead",
+        help="build no plans; run `build` on another machine instead",
     )
     _add_plugins(parser)
     parser.add_argument("--device-map", choices=["auto"], help="spread the model over devices, memory and disk")
@@ -188,9 +188,9 @@ def _add_export(commands, config: bool) -> None:
 
 
 def _add_build(commands) -> None:
-    parser = _command(commands, "build", "Build a bundle's TensorRT engines for this machine's GPU and versions.")
+    parser = _command(commands, "build", "Build a bundle's TensorRT plans for this machine's GPU and versions.")
     parser.add_argument("bundle", metavar="BUNDLE", help="a bundle exported for tensorrt or tensorrt-rtx")
-    parser.add_argument("--target", choices=FLAVOURS, help="engine to build for (the bundle's target)")
+    parser.add_argument("--target", choices=FLAVOURS, help="TensorRT to build for (the bundle's target)")
     _add_batch_size(parser, "as before")
     _add_plugins(parser)
 
@@ -355,7 +355,7 @@ def _add_exit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_provider(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--provider", help="engine to run on: auto, cpu, cuda, tensorrt, tensorrt-rtx (auto)")
+    parser.add_argument("--provider", help="what to run on: auto, cpu, cuda, tensorrt, tensorrt-rtx (auto)")
     _add_device(parser)
     _add_plugins(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
@@ -386,7 +386,7 @@ def _add_plugins(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plugins",
         metavar="LIBRARY",
-        help="libtide_plugins.so for tensorrt engines, or none (TIDE_PLUGINS, or the installed library)",
+        help="libtide_plugins.so for tensorrt plans, or none (TIDE_PLUGINS, or the installed library)",
     )
 
 

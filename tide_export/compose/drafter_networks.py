@@ -2,7 +2,7 @@
 
 `compose_drafter` keeps K/V in pages, for ONNX Runtime: it runs the rows of several sequences at once, as the networks
 of a batch do, and what follows attention is computed for `last_tokens` alone. `compose_drafter_segment` keeps them in
-buffers of a fixed length, as the segment networks do that TensorRT builds engines of.
+buffers of a fixed length, as the segment networks do that TensorRT builds plans of.
 
 Matrices are symbolic, by name, as those of a quantized model: a draft costs the bytes that it reads, and what rounding
 changes are drafts, never tokens.

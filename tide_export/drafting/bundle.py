@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tide_export.bundle.engine_fields import EnginesInfo
-from tide_export.bundle.file_names import DRAFTER_FILE, GRAPH_FILE, engine_file, network_file
+from tide_export.bundle.file_names import DRAFTER_FILE, GRAPH_FILE, network_file, plan_file
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.plan_fields import PlansInfo
 from tide_export.bundle.store import put_files
 from tide_export.common.files import TEMPORARY, failure
 from tide_export.compose.drafter_networks import DrafterPieces
@@ -55,7 +55,7 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
 def write_drafter(bundle: str | os.PathLike[str], drafter: Drafter) -> None:
     """Composes the networks of `drafter` and writes them into the bundle in place of an earlier drafter's.
 
-    Removes the engine of an earlier drafter: `tide-export build` builds the new one.
+    Removes the plan of an earlier drafter: `tide-export build` builds the new one.
 
     Raises:
         BundleError: the bundle cannot be written, or was changed meanwhile; it is unchanged or has no drafter.
@@ -92,7 +92,7 @@ def put_drafter(bundle: Bundle, pieces: DrafterPieces, record: dict[str, Any]) -
         save_drafter(folder, pieces, files[DRAFTER_FILE])
         if new.has_drafter_network:
             save_drafter_segment(folder, pieces, new, files[network_file(DRAFTER)])
-        written = put_files(bundle, files, new, plain, removed=[engine_file(DRAFTER)])
+        written = put_files(bundle, files, new, plain, removed=[plan_file(DRAFTER)])
     except OSError as error:
         raise DraftError(f"cannot write the drafter into {folder}: {failure(error, folder)}") from error
     finally:
@@ -100,13 +100,13 @@ def put_drafter(bundle: Bundle, pieces: DrafterPieces, record: dict[str, Any]) -
             temporary.unlink(missing_ok=True)
     if new.engines is not None:
         logger.warning(
-            "the engines of %s have none for the drafter, so nothing is drafted on them: tide-export build makes it",
+            "the plans of %s have none for the drafter, so nothing is drafted on them: tide-export build makes it",
             folder,
         )
     return written
 
 
-def _without_drafter(engines: EnginesInfo) -> EnginesInfo:
-    if engines.built is None:
-        return engines
-    return replace(engines, built={name: one for name, one in engines.built.items() if name != DRAFTER})
+def _without_drafter(plans: PlansInfo) -> PlansInfo:
+    if plans.built is None:
+        return plans
+    return replace(plans, built={name: one for name, one in plans.built.items() if name != DRAFTER})

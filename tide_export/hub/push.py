@@ -1,6 +1,6 @@
 """`tide-export push`: uploads a bundle to a model repository of the Hugging Face hub, in one commit.
 
-Engines stay here: they run on GPUs like this machine's alone, and `tide-export build` makes them where the bundle is
+Plans stay here: they run on GPUs like this machine's alone, and `tide-export build` makes them where the bundle is
 pulled. Nothing but the files of the manifest goes up, and the card.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-from tide_export.bundle.file_names import ENGINES_FOLDER, MANIFEST_FILE
+from tide_export.bundle.file_names import MANIFEST_FILE, PLANS_FOLDER
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.common.formatting import size
@@ -36,7 +36,7 @@ def push(
     revision: str | None = None,
     message: str | None = None,
 ) -> str:
-    """Uploads a bundle without its engines, with a model card, in one commit.
+    """Uploads a bundle without its plans, with a model card, in one commit.
 
     Args:
         repo: user/name, or the name of one of your own repositories; created if missing.
@@ -60,7 +60,7 @@ def push(
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         existing = _existing_files(api.model_info(repo, revision=revision), private)
-        opened = replace(opened, manifest=_without_engines(opened.manifest))
+        opened = replace(opened, manifest=_without_plans(opened.manifest))
         source = _source_on_hub(api, opened.manifest.model.name)
         files = opened.manifest.files
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
@@ -89,9 +89,9 @@ def _existing_files(info: ModelInfo, private: bool) -> set[str]:
     return names
 
 
-def _without_engines(manifest: Manifest) -> Manifest:
-    engines = f"{ENGINES_FOLDER}/"
-    files = {name: info for name, info in manifest.files.items() if not name.startswith(engines)}
+def _without_plans(manifest: Manifest) -> Manifest:
+    plans = f"{PLANS_FOLDER}/"
+    files = {name: info for name, info in manifest.files.items() if not name.startswith(plans)}
     return replace(manifest, engines=None, files=files)
 
 

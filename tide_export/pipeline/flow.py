@@ -12,7 +12,6 @@ from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import stage
 from tide_export.compose.cut import Pieces, cut
-from tide_export.engines.build import build_engines
 from tide_export.lower.tensorrt.lower import check_pieces
 from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
@@ -22,6 +21,7 @@ from tide_export.pipeline.draft_head import compose, fusion, given_head, write_d
 from tide_export.pipeline.preflight import check_source, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.pipeline.weights import choose_weights, explain_weights, prepare_weights
+from tide_export.plans.build import build_plans
 from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
@@ -41,10 +41,10 @@ def export(request: ExportRequest) -> Path:
     """
     with writing_bundle(request.output, overwrite=request.overwrite) as folder:
         manifest, references = _write_graphs(request, folder)
-        return_free_memory()  # the model's, for building and checking engines
+        return_free_memory()  # the model's, for building and checking plans
         if request.engines and request.flavour is not None:
-            engines = build_engines(folder, manifest, request.flavour, request.plugin_library)
-            manifest = replace(manifest, engines=engines)
+            plans = build_plans(folder, manifest, request.flavour, request.plugin_library)
+            manifest = replace(manifest, engines=plans)
         manifest = write_manifest(folder, manifest)
         if request.validate:
             with stage("checking the graph against the model"):

@@ -11,10 +11,10 @@ from tide_export.calibration.self_generated import answer_length, prompts_in, pr
 from tide_export.common.formatting import size
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import load_tokenizer
-from tide_export.engines.exit_memory import ExitSizes, check_exit_memory, warn_of_exit_memory
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import ExportRequest
+from tide_export.plans.exit_memory import ExitSizes, check_exit_memory, warn_of_exit_memory
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.trace.attention.indexed import max_keys
@@ -71,7 +71,7 @@ def check_source(
         UnsupportedModelError: the model has a recurrent state or attention masks that cannot be exported.
         ConfigError: sequence length or checkpoints do not fit the model, or several processes calibrate.
         RouterFileError: the routers are of another model.
-        BuildError: the plugin of the engines cannot run on this GPU with such routers.
+        BuildError: the plugin of the plans cannot run on this GPU with such routers.
         BundleError: the disk has less space than the weights of the layers need.
         ModelError, DatasetError: the tokenizer or the dataset is needed and cannot be read.
     """
@@ -154,7 +154,7 @@ def _check_state(source: SourceModel, request: ExportRequest) -> None:
 
 
 def _check_plugin(request: ExportRequest, sizes: ExitSizes) -> None:
-    """Refuses routers for which engines built here cannot hold the plugin; warns if built elsewhere."""
+    """Refuses routers for which plans built here cannot hold the plugin; warns if built elsewhere."""
     if not request.engines and request.plugins != NONE:
         warn_of_exit_memory(sizes)
     elif request.plugin_library is not None:

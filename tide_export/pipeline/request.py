@@ -8,7 +8,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, Protocol, overload
 
-from tide_export.bundle.engine_fields import FP8
 from tide_export.bundle.manifest import (
     INT8_KV,
     NETWORK_MATRICES,
@@ -17,11 +16,12 @@ from tide_export.bundle.manifest import (
     WEIGHTS,
     Quantization,
 )
+from tide_export.bundle.plan_fields import FP8
 from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
 from tide_export.calibration.config import TideConfig
-from tide_export.engines.build import check_matrices, require_builder
 from tide_export.errors import ConfigError
 from tide_export.names.operators import OP_HALF_MATMUL
+from tide_export.plans.build import check_matrices, require_builder
 from tide_export.quantize.settings import CALIBRATED, QUANTIZED, quantization_settings
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour
 from tide_export.runtime.tensorrt.plugins import NONE, PluginLibrary, plugins_to_build_with
@@ -41,7 +41,7 @@ class ExportRequest:
         config: calibration settings and the bundle's default thresholds, min_layers, max_pending and
             compaction_threshold.
         targets: "onnxruntime", which every bundle has, and one of "tensorrt" and "tensorrt-rtx", which add segment
-            networks and engines.
+            networks and plans.
         weights: precision of the weights. Only for ONNX Runtime: "fp32", "bf16", "fp16", "int8" or "int4" for the
             graph's matrices. With TensorRT: "fp32", "fp16" or "bf16" for the segment networks, and the graph is fp32;
             or "int4" or "fp8" for the layers' matrices in networks and graph (which stores fp8 as float32). "auto",
@@ -49,8 +49,8 @@ class ExportRequest:
             its operators are installed; else fp32.
         quantization, block_size, accuracy_level, symmetric: options of int8 and int4 (see `quantize.settings`);
             accuracy_level also applies to the model's own integers.
-        engines: build engines; without, `engines.rebuild` can add them to the bundle.
-        plugins: plugin library for engines of "tensorrt", or "none"; None: an installed one, if any.
+        engines: build TensorRT plans; without, `plans.rebuild` can add them to the bundle.
+        plugins: plugin library for plans of "tensorrt", or "none"; None: an installed one, if any.
         overwrite: replace an existing bundle, which is unchanged until the new one is complete.
         validate: compare the finished graph with the model (see `verify.export_gate`) before it is moved into place.
         report: write a report of the gains into the bundle (report.html, report.png) if routers are calibrated.
@@ -65,7 +65,7 @@ class ExportRequest:
 
     Raises:
         ConfigError: an option is unknown, out of range, or contradicts another.
-        ProviderError, BuildError: this machine cannot build the requested engines.
+        ProviderError, BuildError: this machine cannot build the requested plans.
     """
 
     model: str
@@ -106,7 +106,7 @@ class ExportRequest:
             )
         check_batch_size(self.max_batch_size)
         if not (self.engines and self.flavour) and self.plugins not in (None, NONE):
-            raise ConfigError("--plugins is for building engines of target tensorrt, and none are built here: omit it")
+            raise ConfigError("--plugins is for building plans of target tensorrt, and none are built here: omit it")
         _ = self.plugin_library
 
     @property
@@ -116,7 +116,7 @@ class ExportRequest:
 
     @cached_property
     def plugin_library(self) -> PluginLibrary | None:
-        """The plugin library that engines are built with, or None; searched once."""
+        """The plugin library that plans are built with, or None; searched once."""
         if self.flavour is None or not self.engines:
             return None
         version = require_builder(self.flavour)
@@ -190,9 +190,7 @@ class ExportRequest:
         if self.weights not in known:
             raise ConfigError(f"weights {self.weights!r} are not in this release: use one of {', '.join(known)}")
         if len({target for target in self.targets if target in FLAVOURS}) > 1:
-            raise ConfigError(
-                "a bundle holds the engines of one flavour: give target tensorrt or tensorrt-rtx, not both"
-            )
+            raise ConfigError("a bundle holds the plans of one flavour: give target tensorrt or tensorrt-rtx, not both")
         if self.flavour is not None and self.weights not in (AUTO, *NETWORK_PRECISIONS, *NETWORK_MATRICES):
             raise ConfigError(
                 f"weights {self.weights!r} are for target onnxruntime alone: {self.flavour.name} takes fp32, fp16, "

@@ -61,7 +61,7 @@ def load(
         threads: CPU threads of one step; None: one per physical core.
         verify: check the sha256 of every file (sizes are always checked). Large files are hashed while the engine
             opens, and not again until they change.
-        plugins: the plugin library, for TensorRT engines that use plugins; None: the environment variable
+        plugins: the plugin library, for TensorRT plans that use plugins; None: the environment variable
             TIDE_PLUGINS, or an installed one.
         device: the number of the GPU, for a provider that runs on one; None: the first.
         adapters: folders of low-rank adapters (LoRA) as peft writes them, by the names that requests give

@@ -2,7 +2,7 @@
 
 A provider given by name opens or is refused with the reason; "auto" takes the first of TensorRT, ONNX Runtime on CUDA
 and ONNX Runtime on the CPU that the bundle holds and the machine runs, and logs why not a faster one. The library opens
-all but TensorRT's engines, whose runs it is given (`tensorrt.engines`).
+all but TensorRT's plans, whose runs it is given (`tensorrt.plans`).
 """
 
 import logging
@@ -15,9 +15,9 @@ from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError, ProviderError
 from tide_export.runtime.callers_networks import load_arguments
 from tide_export.runtime.native import Owned, created, onnxruntime_library
-from tide_export.runtime.tensorrt.engines import open_engines
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.gpu import compute_capability
+from tide_export.runtime.tensorrt.plans import open_plans
 from tide_export.runtime.tensorrt.plugins import NONE
 
 logger = logging.getLogger("tide_export")
@@ -70,11 +70,11 @@ def _check(
         raise ProviderError(f"provider must be one of {', '.join(PROVIDERS)}, not {provider!r}")
     if threads is not None:
         whole_number("threads", threads, 1, MAX_THREADS, ConfigError)
-    engines = bundle.manifest.engines
-    if plugins not in (None, NONE) and (engines is None or engines.plugins is None):
-        raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: omit --plugins")
+    plans = bundle.manifest.engines
+    if plugins not in (None, NONE) and (plans is None or plans.plugins is None):
+        raise ProviderError(f"no plan of bundle '{bundle.path}' holds plugins: omit --plugins")
     if plugins not in (None, NONE) and provider in ("cpu", "cuda"):
-        raise ProviderError(f"provider {provider!r} runs no engine that could hold plugins: omit --plugins")
+        raise ProviderError(f"provider {provider!r} runs no plan that could hold plugins: omit --plugins")
     if threads is not None and provider not in ("auto", "cpu", NETWORKS):
         raise ProviderError(f"threads are for the CPU, and provider {provider!r} runs on the GPU: omit --threads")
     if device is not None:
@@ -99,7 +99,7 @@ def _open(bundle: Bundle, provider: str, options: dict[str, Any], plugins: str |
         )
     load_options = {name: value for name, value in options.items() if value is not None} | {"provider": provider}
     if provider in FLAVOURS:
-        handle = open_engines(bundle, provider, load_options, plugins)
+        handle = open_plans(bundle, provider, load_options, plugins)
     else:
         handle = created("load", *load_arguments(bundle, load_options))
     threads = "" if options["threads"] is None else f", {options['threads']} threads"

@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from tide_export.bundle.engine_fields import FP8
 from tide_export.bundle.file_names import BATCH_FOLDER, GRAPH_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import INT8_KV, INT8_MATMULS, SOURCE_INTEGERS
 from tide_export.bundle.opened import Bundle
+from tide_export.bundle.plan_fields import FP8
 from tide_export.errors import BundleError
 from tide_export.graph.rewriting import HALF
 from tide_export.lower.onnxruntime.layers import inline_layers

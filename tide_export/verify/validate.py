@@ -185,7 +185,7 @@ def validate(
     pending = opened.manifest.max_pending if max_pending is None else max_pending
     _check_numbers(opened, prompts, longest_prompt, new_tokens, pending, quality)
     if plugins not in (None, NONE) and provider in (None, "cpu"):
-        raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: omit --plugins")
+        raise ConfigError("plugins are for TensorRT plans, of --provider tensorrt: omit --plugins")
     if device is not None and provider in (None, "cpu"):
         raise ConfigError(NAME_A_GPU)
     engines = _engines(opened, provider, threads, plugins, device)

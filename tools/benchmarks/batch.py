@@ -175,7 +175,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(5)")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--provider", default="cpu", help="cpu, cuda, tensorrt, tensorrt-rtx (cpu)")
-    parser.add_argument("--plugins", metavar="LIBRARY", help="for tensorrt engines that hold plugins")
+    parser.add_argument("--plugins", metavar="LIBRARY", help="for tensorrt plans that hold plugins")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 

@@ -63,7 +63,7 @@ def headers(variable: str) -> Lacks:
 
 
 def flavour(name: str) -> Lacks:
-    """For engines of this flavour, on this GPU."""
+    """For plans of this flavour, on this GPU."""
 
     def lacks() -> str | None:
         one, device = FLAVOURS[name], compute_capability()

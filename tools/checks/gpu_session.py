@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in one go: kernels, networks, engines, times, into one report folder.
+"""Everything that only a GPU can show, in one go: kernels, networks, plans, times, into one report folder.
 
     python tools/checks/gpu_session.py -o FOLDER [--carried FOLDER] [--bundle BUNDLE]... [--kernels LIBRARY]
         [--plugins LIBRARY] [--seconds N] [--resume] [--archive FILE.tgz] [--page FILE.md]

@@ -1,7 +1,7 @@
 """What there is to do on a machine with a GPU, for `gpu_session`: every step, what it rests on and what it needs.
 
 The order is that of value, for a machine that is lent for a quarter of an hour: first what runs at all and is right
-(the kernel, the runtime, engines, engines with plugins), then times.
+(the kernel, the runtime, plans, plans with plugins), then times.
 """
 
 import os
@@ -222,14 +222,14 @@ def _engine_steps(
     copied, built, loaded = (f"copy-{name}",), (f"build-{name}",), (f"load-{name}",)
     copying, after = (PYTHON, "-c", copy, str(source), str(bundle)), (*after, "plugins") if plugins else after
     building = cli("build", bundle, "--target", flavour_name, "--plugins", plugins or "none")
-    shows = "engines build here" + (", with the plugin in them" if plugins else "")
+    shows = "plans build here" + (", with the plugin in them" if plugins else "")
     prompt = ("--prompt", "def main(", "--max-new-tokens", "32", "--json")
     comparing = tool("checks/engines", bundle, *((plugins,) if plugins else ()))
     equal = "every engine equals ONNX Runtime in every profile"
     found = [
         Step(copied[0], "", copying, 120, after, (flavour(flavour_name),)),
         Step(built[0], shows, building, MAX_SECONDS, copied),
-        Step(loaded[0], "the engines load and run here", cli("generate", bundle, *run, *prompt), 120, built),
+        Step(loaded[0], "the plans load and run here", cli("generate", bundle, *run, *prompt), 120, built),
         Step(f"compare-{name}", equal, comparing, MAX_SECONDS, built, (package("onnxruntime"),)),
     ]
     if name.endswith("-fp32"):  # where verified drafts give the tokens of one by one to the bit
@@ -259,7 +259,7 @@ def drafter(bundle: Path) -> Lacks:
 
 
 def on_engines(flavour_name: str, plugins: Path | None) -> tuple[str, ...]:
-    """Options that run engines; of those that hold no plugins none may be named."""
+    """Options that run plans; of those that hold no plugins none may be named."""
     return ("--provider", flavour_name, *(("--plugins", str(plugins)) if plugins else ()))
 
 
@@ -281,17 +281,17 @@ def _cpp_step(flavour_name: str, bundle: Path, plugins: Path | None) -> Step:
     libs = (("LD_LIBRARY_PATH", libraries(f"{FLAVOURS[flavour_name].module}_libs")),)
     after = (f"load-{bundle.name}", f"cpp-build-{flavour_name}")
     command = (*run, *on_engines(flavour_name, plugins))
-    return Step(f"cpp-{bundle.name}", "a program in C++ runs these engines", command, 120, after, (), libs)
+    return Step(f"cpp-{bundle.name}", "a program in C++ runs these plans", command, 120, after, (), libs)
 
 
 def _test_steps(plugins: Path) -> list[Step]:
     exports = tuple(map(package, EXPORTING))
-    shows = "engines give the tokens of the branched graph, in every mode, from recorded CUDA graphs too"
+    shows = "plans give the tokens of the branched graph, in every mode, from recorded CUDA graphs too"
     found = []
     for name, chosen in (("tensorrt", "tensorrt and not rtx and not plugins"), ("tensorrt-rtx", "rtx")):
-        command = tests("tests/gpu/test_engines.py", "-k", chosen)
+        command = tests("tests/gpu/test_plans.py", "-k", chosen)
         found.append(Step(f"engine-tests-{name}", shows, command, MAX_SECONDS, ("library",), (flavour(name), *exports)))
-    command, given = tests("tests/gpu/test_engines.py", "-k", "plugins"), (("TIDE_PLUGINS", str(plugins)),)
+    command, given = tests("tests/gpu/test_plans.py", "-k", "plugins"), (("TIDE_PLUGINS", str(plugins)),)
     lacks, after = (flavour("tensorrt"), *exports), ("library", "plugins")
     return [*found, Step("engine-tests-plugins", "so do those with plugins", command, MAX_SECONDS, after, lacks, given)]
 

@@ -31,10 +31,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tide_export.bundle.file_names import ROUTERS_FILE
 from tide_export.calibration.config import TideConfig
 from tide_export.common.progress import quiet_transformers
-from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, CalibrationError, ProviderError, TideError, UnsupportedModelError
 from tide_export.model.source import load_model
 from tide_export.pipeline.flow import export
+from tide_export.plans.rebuild import rebuild
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
@@ -56,7 +56,7 @@ from {further} on) with the features its family is known for (`tests/families.py
 the difference, features and notes. A number means that tokens and exit layers equal the Hugging Face model's at full
 depth and the reference rule's with exits and 1, 4 and 16 pending tokens; it is the largest difference of a logit
 relative to the largest logit. Prompts have 1, 2 and {longest} tokens, sliding windows {window}; {new} tokens are
-generated. TensorRT for RTX builds engines of all networks, without a GPU, unless the notes say otherwise.
+generated. TensorRT for RTX builds plans of all networks, without a GPU, unless the notes say otherwise.
 
 ```text
 {table}
@@ -105,7 +105,7 @@ class Row:
         family: name in tests/families.py.
         features: as there, comma-separated.
         result: the largest relative difference of a logit, or "differs: ...", "refused" or "fails".
-        tensorrt_rtx: "yes", or why there are no engines.
+        tensorrt_rtx: "yes", or why there are no plans.
         note: the family's note, or the error.
         expected: whether the result is what tests/families.py foresees.
     """
@@ -124,7 +124,7 @@ class Row:
 
 
 def tensorrt_rtx_build(bundle: Path) -> str:
-    """What building TensorRT for RTX engines from the networks of `bundle` came to; no GPU is needed, or used."""
+    """What building TensorRT for RTX plans from the networks of `bundle` came to; no GPU is needed, or used."""
     try:
         rebuild(bundle, "tensorrt-rtx")
     except ProviderError:

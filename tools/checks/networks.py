@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("engine", help=f"a provider, {NETWORKS} or {TORCH}")
     parser.add_argument("--reference", type=Path, help="the same model in float32 (BUNDLE)")
-    parser.add_argument("--plugins", metavar="LIBRARY", help="for engines that hold plugins")
+    parser.add_argument("--plugins", metavar="LIBRARY", help="for plans that hold plugins")
     parser.add_argument("--sequences", default="1,8", help="in a list; 1: alone (1,8)")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)

@@ -34,7 +34,7 @@ FLOORS = {
     ),
     "Each adds one thing to those below: answers to requests, engines, texts, quantized weights, routers.": (
         "data",
-        "engines",
+        "plans",
         "quantize",
         "routers",
         "serving",

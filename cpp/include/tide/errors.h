@@ -38,7 +38,7 @@ struct QueueFullError : GenerationError {
 };
 
 // The provider cannot run the bundle here: ONNX Runtime or TensorRT is missing or of the wrong version, the bundle has
-// no engines for it, or there is no GPU for which they were built.
+// no plans for it, or there is no GPU for which they were built.
 struct ProviderError : TideError {
   using TideError::TideError;
 };

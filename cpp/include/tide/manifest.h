@@ -106,16 +106,16 @@ struct Profile {
   std::int64_t min_tokens = 0, max_tokens = 0, batch_size = 0;
 };
 
-// The plugin library that engines were built with.
+// The plugin library that plans were built with.
 struct PluginsInfo {
-  std::string version;  // release of tide_export; engines load only with that release's library
+  std::string version;  // release of tide_export; plans load only with that release's library
   std::string sha256;   // of the library's file
 };
 
-// The TensorRT engines built from those networks.
-struct EnginesInfo {
+// The TensorRT plans built from those networks.
+struct PlansInfo {
   std::string flavour;                            // "tensorrt" or "tensorrt-rtx"
-  std::string version;                            // of TensorRT; the engines run on no other
+  std::string version;                            // of TensorRT; the plans run on no other
   std::vector<std::string> compute_capabilities;  // of the GPUs they run on, such as "8.9"; empty: the flavour's
   std::string weights_sha256;                     // of the source model, as `ModelInfo::weights_sha256`
   std::vector<Profile> profiles;
@@ -161,7 +161,7 @@ struct Manifest {
   std::optional<DrafterInfo> drafter;
   std::optional<AutoMode> auto_mode;  // none: not measured; mode "auto" is full depth
   std::optional<NetworksInfo> networks;
-  std::optional<EnginesInfo> engines;
+  std::optional<PlansInfo> engines;
   std::map<std::string, FileInfo> files;  // by path relative to the bundle, "/" between folders
 
   // Whether the drafter is a segment network too: not if it reads hidden states within segments.

@@ -1,4 +1,4 @@
-// Runs a bundle of tide_export in a C++ program, on ONNX Runtime (CPU, CUDA) or on the bundle's TensorRT engines:
+// Runs a bundle of tide_export in a C++ program, on ONNX Runtime (CPU, CUDA) or on the bundle's TensorRT plans:
 // `Engine::load`, then `generate` or `stream`. The Python package binds this runtime by the C interface (tide.h).
 //
 // Takes and returns token ids; `Engine::tokenizer` converts text.
@@ -27,12 +27,12 @@ namespace tide {
 struct LoadOptions {
   std::optional<std::int64_t> threads;  // threads of one step on the CPU; none: one per physical core
   bool verify = true;                   // check the sha256 of every file first (sizes are always checked)
-  // "cpu" (ONNX Runtime), "tensorrt" or "tensorrt-rtx" (the bundle's engines on the GPU), "cuda" (its segment networks in
-  // ONNX Runtime on the GPU). "auto": the first of the engines, "cuda" and "cpu" that the bundle holds and that runs here;
+  // "cpu" (ONNX Runtime), "tensorrt" or "tensorrt-rtx" (the bundle's plans on the GPU), "cuda" (its segment networks in
+  // ONNX Runtime on the GPU). "auto": the first of the plans, "cuda" and "cpu" that the bundle holds and that runs here;
   // a named provider never falls back to another. "cpu-networks": the segment networks on the CPU, for checks.
   std::string provider = "auto";
   std::optional<std::int64_t> device;  // number of the GPU, for a named provider that runs on one; none: the first
-  // The plugin library for TensorRT engines that hold plugins; none: the environment variable TIDE_PLUGINS. "none": no
+  // The plugin library for TensorRT plans that hold plugins; none: the environment variable TIDE_PLUGINS. "none": no
   // library.
   std::optional<std::filesystem::path> plugins;
   // ONNX Runtime's library, of which a process opens one; none: the environment variable TIDE_ONNXRUNTIME, else the system's
@@ -45,8 +45,8 @@ struct LoadOptions {
   // "cpu").
   std::optional<std::filesystem::path> graphs;
   std::optional<OpenedFiles> opened;  // the bundle, by a caller that has opened it; none: it is opened at its path
-  // Receives a sentence if provider "auto" did not choose the bundle's engines, or if the plugin library is another build
-  // than the engines were built with. None: stderr.
+  // Receives a sentence if provider "auto" did not choose the bundle's plans, or if the plugin library is another build
+  // than the plans were built with. None: stderr.
   std::function<void(std::string const&)> log;
 };
 

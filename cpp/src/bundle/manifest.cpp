@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "bundle/drafter_fields.h"
-#include "bundle/engine_fields.h"
+#include "bundle/plan_fields.h"
 #include "bundle/fields.h"
 #include "bundle/mode_fields.h"
 #include "bundle/model_fields.h"
@@ -104,7 +104,7 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   bool const listed = !manifest.drafter || manifest.files.count(kDrafterFile) == 1;
   field["files"].require(listed, std::string("does not list ") + kDrafterFile);
   manifest.networks = networks_of(field, manifest.files);
-  manifest.engines = engines_of(field);
+  manifest.engines = plans_of(field);
   if (manifest.engines) field["engines"].require(manifest.networks.has_value(), "needs the field 'networks'");
   return manifest;
 }

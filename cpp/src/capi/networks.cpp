@@ -4,7 +4,7 @@
 #include "capi/options.h"
 #include "segmented/backend.h"
 #include "segmented/cuda.h"
-#include "tensorrt/engines.h"
+#include "tensorrt/plans.h"
 
 using namespace tide::capi;
 
@@ -80,7 +80,7 @@ std::shared_ptr<tide::Backend> open_callers_networks(tide::Bundle bundle, tide_n
     throw tide::ProviderError("bundle '" + bundle.path.string() +
                               "' holds no segment networks: export it with --target tensorrt or tensorrt-rtx");
   }
-  bool const drafter = !tide::is_flavour(given.provider) || tide::has_drafter_engine(bundle.manifest);
+  bool const drafter = !tide::is_flavour(given.provider) || tide::has_drafter_plan(bundle.manifest);
   auto const specs = std::make_shared<std::vector<tide::NetworkSpec>>(tide::network_specs(bundle.manifest, drafter));
   if (given.gpu >= 0) tide::select_gpu(given.gpu);
   return std::make_shared<tide::SegmentBackend>(std::move(bundle), given.provider, *specs, [specs, given](tide::NetworksOf part) {

@@ -1,4 +1,4 @@
-// Runs the segment networks in ONNX Runtime: on CUDA (provider "cuda"), and on the CPU as a reference for TensorRT's engines
+// Runs the segment networks in ONNX Runtime: on CUDA (provider "cuda"), and on the CPU as a reference for TensorRT's plans
 // and for tests; on the CPU the batch networks are faster.
 #pragma once
 

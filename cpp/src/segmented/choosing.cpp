@@ -67,7 +67,7 @@ cuda::GraphExec CudaDevice::recorded(ChosenWork const& work) {
     cuda::require_recorded(api.GraphAddChildGraphNode(&node, graph.get(), &before, count, child.get()),
                            "cudaGraphAddChildGraphNode");
   };
-  work.first();  // each part is queued before it is recorded: an engine that ran another shape changes to this one
+  work.first();  // each part is queued before it is recorded: a plan that ran another shape changes to this one
   add([&] {
     work.first();
     decide(work.decision, 1, handles[0]);

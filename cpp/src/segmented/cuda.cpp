@@ -151,7 +151,7 @@ void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
   if (replays(key)) return replay(key);
   if (!records_ || !seen_before(key)) return work();
   Making making(*this, key);
-  work();  // not recorded: an engine that last ran another shape changes to this one
+  work();  // not recorded: a plan that last ran another shape changes to this one
   if (records_) making.finish(records_, kRuns, [&] { return instantiated(captured(work)); });
 }
 

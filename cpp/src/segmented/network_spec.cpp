@@ -186,11 +186,11 @@ bool is_of(NetworkSpec const& spec, NetworksOf part) {
   return (spec.name == names::kDrafter) == (part == NetworksOf::drafter);
 }
 
-std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info) {
+std::vector<Profile> profiles_of(NetworkSpec const& spec, PlansInfo const& plans, NetworksInfo const& info) {
   bool const after = spec.name == names::kHead || spec.name == names::kBest || spec.name == names::kCandidates;
-  if (!after) return engines.profiles;
+  if (!after) return plans.profiles;
   std::vector<Profile> fitting;
-  for (Profile const& profile : engines.profiles) {
+  for (Profile const& profile : plans.profiles) {
     if (profile.batch_size > 1 || profile.max_tokens > info.max_logits) continue;
     fitting.push_back(profile);
     fitting.back().batch_size = info.max_batch_size;
@@ -209,12 +209,12 @@ std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t toke
   }
   std::string const sequences = std::to_string(batch_size) + " sequences";
   if (max_tokens == 0) {
-    throw GenerationError("a run over " + sequences + " exceeds the engine's profiles, which take " +
+    throw GenerationError("a run over " + sequences + " exceeds the plan's profiles, which take " +
                           std::to_string(max_batch_size) + " at most");
   }
   throw GenerationError("a run over " + std::to_string(tokens) + " tokens" +
                         (batch_size > 1 ? " of each of " + sequences : "") +
-                        " exceeds the engine's profiles, which take " + std::to_string(max_tokens) + " at most");
+                        " exceeds the plan's profiles, which take " + std::to_string(max_tokens) + " at most");
 }
 
 }  // namespace tide

@@ -51,7 +51,7 @@ std::vector<NetworkSpec> network_specs(Manifest const& manifest, bool drafter);
 
 // The profiles of one network: the head, and what reads its logits, take fewer tokens than the segments, and as rows of
 // any number of sequences.
-std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info);
+std::vector<Profile> profiles_of(NetworkSpec const& spec, PlansInfo const& plans, NetworksInfo const& info);
 
 // The networks that are opened together: those of sequences, or the drafter's.
 enum class NetworksOf { sequences, drafter };

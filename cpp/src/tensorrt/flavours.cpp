@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "tensorrt/engines.h"
+#include "tensorrt/plans.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -18,7 +18,7 @@ using nvinfer1::EngineValidity;
 
 // Why a header is refused, and what a user can do.
 constexpr std::pair<EngineInvalidityDiagnostics, char const*> kRefusals[] = {
-    {EngineInvalidityDiagnostics::kMALFORMED_ENGINE, "it is no engine, or a damaged one"},
+    {EngineInvalidityDiagnostics::kMALFORMED_ENGINE, "it is no plan, or a damaged one"},
     {EngineInvalidityDiagnostics::kVERSION_MISMATCH, "it was built by another version: build it again"},
     {EngineInvalidityDiagnostics::kUNSUPPORTED_CC, "it was built for other GPUs: build it again"},
     {EngineInvalidityDiagnostics::kOLD_CUDA_DRIVER, "the GPU's driver is too old for it: update the driver"},
@@ -34,7 +34,7 @@ void check_header(nvinfer1::IRuntime const& runtime, Mapping const& data, std::s
   auto const size = static_cast<std::int64_t>(data.size());
   EngineValidity const validity = runtime.getEngineValidity(data.data(), size, &bits);
   if (validity == EngineValidity::kSUBOPTIMAL) {
-    log("engine '" + path + "' was built for other GPUs too: built on this one, it may be faster");
+    log("plan '" + path + "' was built for other GPUs too: built on this one, it may be faster");
   }
   if (validity != EngineValidity::kINVALID) return;
   auto const has = [bits](EngineInvalidityDiagnostics flag) { return (bits & static_cast<std::uint64_t>(flag)) != 0; };
@@ -42,7 +42,7 @@ void check_header(nvinfer1::IRuntime const& runtime, Mapping const& data, std::s
   for (auto const& [flag, reason] : kRefusals) {
     if (has(flag)) reasons += (reasons.empty() ? "" : "; ") + std::string(reason);
   }
-  std::string const sentence = title_of(kFlavour) + " cannot run engine '" + path +
+  std::string const sentence = title_of(kFlavour) + " cannot run plan '" + path +
                                "': " + (reasons.empty() ? last_error() : reasons);
   if (has(EngineInvalidityDiagnostics::kMALFORMED_ENGINE)) throw BundleError(sentence);
   throw ProviderError(sentence);

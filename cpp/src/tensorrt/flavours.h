@@ -20,12 +20,12 @@ constexpr char const* kFlavour = "tensorrt";
 inline std::string library_file() { return "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR); }
 #endif
 
-// Checks an engine's header before the engine is loaded, where the flavour can.
+// Checks a plan's header before the plan is loaded, where the flavour can.
 //
-// data: the engine. path: for messages. last_error: returns the last one that the library logged. log: receives a
-// sentence if the engine would run, but slower than one built here.
+// data: the plan. path: for messages. last_error: returns the last one that the library logged. log: receives a
+// sentence if the plan would run, but slower than one built here.
 //
-// Throws ProviderError: it cannot run on this machine, and why. BundleError: it is no engine, or its header is damaged.
+// Throws ProviderError: it cannot run on this machine, and why. BundleError: it is no plan, or its header is damaged.
 void check_header(nvinfer1::IRuntime const& runtime, Mapping const& data, std::string const& path,
                   std::function<std::string()> const& last_error, std::function<void(std::string const&)> const& log);
 

@@ -70,9 +70,9 @@ struct KernelCache::Kernels {
   }
 };
 
-KernelCache::KernelCache(nvinfer1::ICudaEngine& engine, std::string const& version, int gpu,
+KernelCache::KernelCache(nvinfer1::ICudaEngine& plan, std::string const& version, int gpu,
                          std::function<void(std::string const&)> const& log) {
-  std::unique_ptr<nvinfer1::IRuntimeConfig> const config(engine.createRuntimeConfig());
+  std::unique_ptr<nvinfer1::IRuntimeConfig> const config(plan.createRuntimeConfig());
   if (config == nullptr) return;
   std::unique_ptr<nvinfer1::IRuntimeCache> cache(config->createRuntimeCache());
   if (cache == nullptr) return;

@@ -1,4 +1,4 @@
-// Caches the kernels that TensorRT for RTX compiles when engines are loaded, across processes, in the file that the Python
+// Caches the kernels that TensorRT for RTX compiles when plans are loaded, across processes, in the file that the Python
 // package uses (tide_export/runtime/tensorrt/kernel_cache.py). TensorRT for RTX accepts only files that the same version wrote
 // for the same GPU and driver. TensorRT compiles no kernels then, so nothing is cached.
 #pragma once
@@ -15,9 +15,9 @@ class KernelCache {
  public:
   // Reads what earlier processes have compiled.
   //
-  // engine: any that uses the cache; the GPU must be in use already. version: of the library. gpu: its number. log:
+  // plan: any that uses the cache; the GPU must be in use already. version: of the library. gpu: its number. log:
   // receives a sentence if the file is of no use here.
-  KernelCache(nvinfer1::ICudaEngine& engine, std::string const& version, int gpu,
+  KernelCache(nvinfer1::ICudaEngine& plan, std::string const& version, int gpu,
               std::function<void(std::string const&)> const& log);
   KernelCache(KernelCache const&) = delete;
   KernelCache& operator=(KernelCache const&) = delete;

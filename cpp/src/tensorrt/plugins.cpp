@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "tensorrt/engines.h"
+#include "tensorrt/plans.h"
 #include "bundle/sha256.h"
 #include "formatting.h"
 #include "tide/errors.h"
@@ -130,16 +130,16 @@ PluginLibrary plugins_to_load(Bundle const& bundle, std::string const& version,
                               std::function<void(std::string const&)> const& log) {
   PluginsInfo const& needed = bundle.manifest.engines.value().plugins.value();
   std::optional<PluginLibrary> const found = find_plugins(path);
-  std::string const engines = "the engines of bundle " + quoted(bundle.path);
+  std::string const plans = "the plans of bundle " + quoted(bundle.path);
   std::string const without =
-      "build the engines again without with `tide-export build " + bundle.path.string() + " --plugins none`";
+      "build the plans again without with `tide-export build " + bundle.path.string() + " --plugins none`";
   if (!found) {
-    throw ProviderError(engines + " hold plugins of tide_export " + needed.version +
+    throw ProviderError(plans + " hold plugins of tide_export " + needed.version +
                         " and no plugin library is named here: name it as plugins or in the variable " + kVariable +
                         ", or " + without);
   }
   if (found->version != needed.version) {
-    throw ProviderError(engines + " hold plugins of tide_export " + needed.version + ", but the library " +
+    throw ProviderError(plans + " hold plugins of tide_export " + needed.version + ", but the library " +
                         quoted(found->path) + " is of " + found->version + ": use the other library and release, or " +
                         without);
   }
@@ -148,7 +148,7 @@ PluginLibrary plugins_to_load(Bundle const& bundle, std::string const& version,
                         " and " + version + " is installed: build it with the headers of that version");
   }
   if (found->sha256 != needed.sha256) {
-    log("the plugin library " + quoted(found->path) + " is another build than " + engines + " were built with");
+    log("the plugin library " + quoted(found->path) + " is another build than " + plans + " were built with");
   }
   return *found;
 }

@@ -26,7 +26,7 @@ struct PluginLibrary {
 // Throws ProviderError: the library does not exist, cannot be opened, is no plugin library, or is of another release.
 std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> const& path);
 
-// The library for the bundle's engines in this `version` of TensorRT. path: as for `find_plugins`. log: receives a
+// The library for the bundle's plans in this `version` of TensorRT. path: as for `find_plugins`. log: receives a
 // sentence if it is another build than theirs. Throws ProviderError: there is none, or it is of another release or for
 // another major version of TensorRT.
 PluginLibrary plugins_to_load(Bundle const& bundle, std::string const& version,

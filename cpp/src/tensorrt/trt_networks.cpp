@@ -1,7 +1,7 @@
-// The bundle's engines on a GPU, by TensorRT or TensorRT for RTX (`flavours.h` has the differences).
+// The bundle's plans on a GPU, by TensorRT or TensorRT for RTX (`flavours.h` has the differences).
 //
-// An engine runs on one version of one flavour, on the GPUs it was built for. All of that is compared before the
-// library reads an engine, because its own messages do not help users. The library is opened when engines are, so that
+// A plan runs on one version of one flavour, on the GPUs it was built for. All of that is compared before the
+// library reads a plan, because its own messages do not help users. The library is opened when plans are, so that
 // this one loads where there is none. All execution contexts of a device have the same working memory: it runs one network
 // at a time.
 #include <dlfcn.h>
@@ -14,7 +14,7 @@
 
 #include "names.h"
 #include "segmented/cuda.h"
-#include "tensorrt/engines.h"
+#include "tensorrt/plans.h"
 #include "tensorrt/flavours.h"
 #include "tensorrt/kernel_cache.h"
 #include "tensorrt/plugins.h"
@@ -147,22 +147,22 @@ nvinfer1::Dims dims_of(std::vector<std::int64_t> const& sizes) {
   return dims;
 }
 
-// An engine, with the specification and profiles it was checked against.
-struct LoadedEngine {
+// A plan, with the specification and profiles it was checked against.
+struct LoadedPlan {
   NetworkSpec spec;
   std::vector<Profile> profiles;
-  std::unique_ptr<nvinfer1::ICudaEngine> engine;
+  std::unique_ptr<nvinfer1::ICudaEngine> plan;
   std::unique_ptr<std::once_flag> copies_told = std::make_unique<std::once_flag>();
 };
 
-// Checks an engine's tensors, K/V buffers updated in place, and profiles. Throws BundleError, naming the difference.
-void check_engine(LoadedEngine const& loaded, std::string const& path) {
-  auto const& [spec, profiles, engine, told] = loaded;
+// Checks a plan's tensors, K/V buffers updated in place, and profiles. Throws BundleError, naming the difference.
+void check_plan(LoadedPlan const& loaded, std::string const& path) {
+  auto const& [spec, profiles, plan, told] = loaded;
   std::vector<Tensor> actual;
-  for (std::int32_t i = 0; i < engine->getNbIOTensors(); ++i) {
-    char const* const name = engine->getIOTensorName(i);
-    bool const is_input = engine->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT;
-    Tensor tensor{name, is_input, dtype_of(engine->getTensorDataType(name)), sizes_of(engine->getTensorShape(name))};
+  for (std::int32_t i = 0; i < plan->getNbIOTensors(); ++i) {
+    char const* const name = plan->getIOTensorName(i);
+    bool const is_input = plan->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT;
+    Tensor tensor{name, is_input, dtype_of(plan->getTensorDataType(name)), sizes_of(plan->getTensorShape(name))};
     // Every dynamic dimension is -1: it counts as the expected one.
     if (std::size_t const index = spec.index(name); index < spec.tensors.size()) {
       std::vector<std::int64_t> const& expected = spec.tensors[index].shape;
@@ -176,15 +176,15 @@ void check_engine(LoadedEngine const& loaded, std::string const& path) {
   for (std::size_t output = 0; output < spec.tensors.size(); ++output) {
     std::size_t const input = spec.alias(output);
     if (input == output) continue;
-    // Some versions list no aliases of an engine; its network was checked when it was built.
-    char const* const aliased = engine->getAliasedInputTensor(spec.tensors[output].name.c_str());
+    // Some versions list no aliases of a plan; its network was checked when it was built.
+    char const* const aliased = plan->getAliasedInputTensor(spec.tensors[output].name.c_str());
     if (aliased != nullptr && *aliased != '\0' && spec.tensors[input].name != aliased) {
-      throw BundleError("engine '" + path + "' does not update " + spec.tensors[input].name + " in place");
+      throw BundleError("plan '" + path + "' does not update " + spec.tensors[input].name + " in place");
     }
   }
-  auto const count = static_cast<std::size_t>(engine->getNbOptimizationProfiles());
+  auto const count = static_cast<std::size_t>(plan->getNbOptimizationProfiles());
   if (count != profiles.size()) {
-    throw BundleError("engine '" + path + "' has " + std::to_string(count) + " optimization profiles, not the " +
+    throw BundleError("plan '" + path + "' has " + std::to_string(count) + " optimization profiles, not the " +
                       std::to_string(profiles.size()) + " of its manifest");
   }
   for (std::size_t number = 0; number < count; ++number) {
@@ -192,42 +192,42 @@ void check_engine(LoadedEngine const& loaded, std::string const& path) {
                                    names::kLogits}) {
       std::size_t const index = spec.index(name);
       if (index == spec.tensors.size() || !spec.tensors[index].is_input) continue;
-      std::vector<std::int64_t> const largest = sizes_of(engine->getProfileShape(
+      std::vector<std::int64_t> const largest = sizes_of(plan->getProfileShape(
           name, static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
       if (largest == spec[name].dims(profiles[number].max_tokens, profiles[number].batch_size)) continue;
-      throw BundleError("engine '" + path + "' takes " + name + " of [" + joined(largest, ", ") +
+      throw BundleError("plan '" + path + "' takes " + name + " of [" + joined(largest, ", ") +
                         "] at most in profile " + profiles[number].name + ", unlike its manifest");
     }
   }
 }
 
-// What the engines' plugins copy because the library does not let them work in place.
+// What the plans' plugins copy because the library does not let them work in place.
 struct Copies {
   CopiedBytes* take = nullptr;  // null: not known
   std::function<void(std::string const&)> log;
 
-  // Logs once what a run of an engine copied. Call it in the thread that queued the run.
-  void after_run(LoadedEngine const& engine, std::int64_t batch_size) const {
+  // Logs once what a run of a plan copied. Call it in the thread that queued the run.
+  void after_run(LoadedPlan const& plan, std::int64_t batch_size) const {
     std::int64_t const bytes = take == nullptr ? 0 : take();
     if (bytes == 0) return;
-    std::call_once(*engine.copies_told, log,
-                   kTitle + " does not let the plugin in " + engine.spec.name + " update " + names::kExitStates +
+    std::call_once(*plan.copies_told, log,
+                   kTitle + " does not let the plugin in " + plan.spec.name + " update " + names::kExitStates +
                        " in place: a run over " + std::to_string(batch_size) + " sequences copies " +
                        std::to_string(bytes) + " bytes");
   }
 };
 
-// One engine with its execution contexts on one device. One a profile runs what is not recorded. A run that is recorded has
+// One plan with its execution contexts on one device. One a profile runs what is not recorded. A run that is recorded has
 // one of its own, because a recording is of a context's state: TensorRT leaves undefined what it does once the context's
 // shapes or addresses have changed.
 class TrtNetwork final : public Network {
  public:
-  TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory, KernelCache const& kernels,
+  TrtNetwork(LoadedPlan const& plan, CudaDevice& device, Buffer memory, KernelCache const& kernels,
              Copies const& copies)
-      : engine_(engine), device_(device), memory_(std::move(memory)), kernels_(kernels), copies_(copies) {}
+      : plan_(plan), device_(device), memory_(std::move(memory)), kernels_(kernels), copies_(copies) {}
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
-    std::size_t const profile = pick_profile(engine_.profiles, tokens, batch_size);
+    std::size_t const profile = pick_profile(plan_.profiles, tokens, batch_size);
     bool const recorded = device_.recording_number() != 0;
     Context* context = recorded ? recorded_context({addresses, tokens, batch_size}) : contexts_[profile].get();
     if (context == nullptr || !recorded) {
@@ -244,10 +244,10 @@ class TrtNetwork final : public Network {
       set(*context->context, addresses, tokens, batch_size);
     }
     if (!device_.recording() && !capturable(*context->context, stream())) {
-      device_.end_recording(kTitle + " cannot record runs of " + engine_.spec.name);
+      device_.end_recording(kTitle + " cannot record runs of " + plan_.spec.name);
     }
     require(context->context->enqueueV3(stream()), "a run over ", std::to_string(tokens) + " tokens");
-    copies_.after_run(engine_, batch_size);
+    copies_.after_run(plan_, batch_size);
   }
 
  private:
@@ -267,7 +267,7 @@ class TrtNetwork final : public Network {
 
   void set(nvinfer1::IExecutionContext& execution, std::vector<std::byte*> const& addresses, std::int64_t tokens,
            std::int64_t batch_size) const {
-    std::vector<Tensor> const& tensors = engine_.spec.tensors;
+    std::vector<Tensor> const& tensors = plan_.spec.tensors;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       char const* const name = tensors[i].name.c_str();
       if (tensors[i].is_input) {
@@ -279,11 +279,11 @@ class TrtNetwork final : public Network {
 
   Context new_context(std::size_t profile) const {
     Context created;
-    created.config.reset(engine_.engine->createRuntimeConfig());
+    created.config.reset(plan_.plan->createRuntimeConfig());
     require(created.config != nullptr, "a runtime configuration", "");
     configure(*created.config);
     kernels_.attach(*created.config);
-    created.context.reset(engine_.engine->createExecutionContext(created.config.get()));
+    created.context.reset(plan_.plan->createExecutionContext(created.config.get()));
     require(created.context != nullptr, "an execution context", "");
     created.context->setDeviceMemoryV2(memory_.address, static_cast<std::int64_t>(memory_.size));
     auto const number = static_cast<std::int32_t>(profile);
@@ -294,12 +294,12 @@ class TrtNetwork final : public Network {
   }
 
   void require(bool worked, char const* what, std::string const& which) const {
-    if (!worked) throw GenerationError(kTitle + " refused " + what + which + " in " + engine_.spec.name);
+    if (!worked) throw GenerationError(kTitle + " refused " + what + which + " in " + plan_.spec.name);
   }
 
   cudaStream_t stream() const { return static_cast<cudaStream_t>(device_.stream()); }
 
-  LoadedEngine const& engine_;
+  LoadedPlan const& plan_;
   CudaDevice& device_;
   Buffer memory_;
   KernelCache const& kernels_;
@@ -309,40 +309,40 @@ class TrtNetwork final : public Network {
   std::map<Arguments, std::shared_ptr<Context>> recorded_;    // its runs'
 };
 
-// All engines of a bundle, with the library's objects that they need.
-struct Engines {
+// All plans of a bundle, with the library's objects that they need.
+struct Plans {
   ErrorLog log;
   int gpu = 0;
   Copies copies;
   std::unique_ptr<nvinfer1::IRuntime> runtime;
-  std::vector<LoadedEngine> engines;  // in the order of `network_specs`
+  std::vector<LoadedPlan> plans;  // in the order of `network_specs`
   std::unique_ptr<KernelCache> kernels;
 
   void load(NetworkSpec const& spec, Bundle const& bundle, std::function<void(std::string const&)> const& warn) {
-    BundleFile const& file = bundle.file(engine_file(spec.name));
+    BundleFile const& file = bundle.file(plan_file(spec.name));
     std::filesystem::path const& path = file.path();
     std::shared_ptr<Mapping const> const data = file.map();
-    LoadedEngine loaded{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
+    LoadedPlan loaded{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
     check_header(*runtime, *data, path.string(), [this] { return log.last(); }, warn);
-    loaded.engine.reset(runtime->deserializeCudaEngine(data->data(), data->size()));
-    if (loaded.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.last());
+    loaded.plan.reset(runtime->deserializeCudaEngine(data->data(), data->size()));
+    if (loaded.plan == nullptr) throw BundleError("cannot load plan " + quoted(path) + ": " + log.last());
     file.check_unchanged();
-    check_engine(loaded, path.string());
-    engines.push_back(std::move(loaded));
+    check_plan(loaded, path.string());
+    plans.push_back(std::move(loaded));
   }
 
   DeviceNetworks open_device(NetworksOf part) const {
     auto device = std::make_unique<CudaDevice>(gpu);
-    std::size_t memory = kAlignment;  // bytes of working memory, the largest engine's
-    for (LoadedEngine const& engine : engines) {
-      auto const needed = static_cast<std::size_t>(engine.engine->getDeviceMemorySizeV2());
-      if (is_of(engine.spec, part)) memory = std::max(memory, needed);
+    std::size_t memory = kAlignment;  // bytes of working memory, the largest plan's
+    for (LoadedPlan const& plan : plans) {
+      auto const needed = static_cast<std::size_t>(plan.plan->getDeviceMemorySizeV2());
+      if (is_of(plan.spec, part)) memory = std::max(memory, needed);
     }
     Buffer const working = device->allocate(memory);
     DeviceNetworks opened;
-    for (LoadedEngine const& engine : engines) {
-      if (!is_of(engine.spec, part)) continue;
-      opened.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working, *kernels, copies));
+    for (LoadedPlan const& plan : plans) {
+      if (!is_of(plan.spec, part)) continue;
+      opened.networks.push_back(std::make_unique<TrtNetwork>(plan, *device, working, *kernels, copies));
     }
     opened.device = std::move(device);
     return opened;
@@ -351,33 +351,33 @@ struct Engines {
 
 }  // namespace
 
-std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
+std::shared_ptr<Backend> open_plans(Bundle bundle, std::string const& flavour,
                                       std::optional<std::filesystem::path> const& plugins,
                                       std::function<void(std::string const&)> const& log, int gpu) {
-  check_engines(bundle, flavour);
+  check_plans(bundle, flavour);
   if (flavour != kFlavour) {
     throw ProviderError("this tide_runtime was built with " + kTitle +
-                        "'s headers and runs its engines alone: build it with those of " + title_of(flavour) +
+                        "'s headers and runs its plans alone: build it with those of " + title_of(flavour) +
                         " in TENSORRT_ROOT, or use provider 'cpu'");
   }
   Library const library;
   std::string const version = library.version();
   check_machine(bundle, version, compute_capability(gpu));
   select_gpu(gpu);
-  auto const loaded = std::make_shared<Engines>();
+  auto const loaded = std::make_shared<Plans>();
   loaded->gpu = gpu;
   if (bundle.manifest.engines->plugins) {
     loaded->copies = {library.register_plugins(plugins_to_load(bundle, version, plugins, log).path), log};
   }
   loaded->runtime.reset(library.runtime(loaded->log));
   if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.last());
-  std::vector<NetworkSpec> specs = network_specs(bundle.manifest, has_drafter_engine(bundle.manifest));
+  std::vector<NetworkSpec> specs = network_specs(bundle.manifest, has_drafter_plan(bundle.manifest));
   for (NetworkSpec const& spec : specs) loaded->load(spec, bundle, log);
   for (auto const& [name, bytes] : bundle.manifest.engines->copied) {
     log(kTitle + " copies buffers that " + name + " is to update in place: " + std::to_string(bytes) +
         " bytes in a run over one sequence");
   }
-  loaded->kernels = std::make_unique<KernelCache>(*loaded->engines.front().engine, version, gpu, log);
+  loaded->kernels = std::make_unique<KernelCache>(*loaded->plans.front().plan, version, gpu, log);
   return std::make_shared<SegmentBackend>(std::move(bundle), flavour, std::move(specs),
                                           [loaded](NetworksOf part) { return loaded->open_device(part); });
 }

@@ -12,10 +12,10 @@ sys.path.append(str(Path(__file__).parents[3] / "packaging"))
 
 from c_interface import CEngine
 from caller_networks import CallersNetworks
-from engine_files import with_engines
 from fake_cudart import SOURCE, FakeCudart, compiled
 from judge import TEXT
 from native_builds import Builds
+from plan_files import with_engines
 from store import locked
 from tiny_engines import TinyLlama
 from trt_build import Build, Opens, headers_of

@@ -1,5 +1,5 @@
 // A stand-in for TensorRT, or for TensorRT for RTX, by the headers it is compiled with: what cpp/src/tensorrt calls, on the
-// stand-in for the CUDA runtime. Its engines are text files, which engine_files.py writes: a header, the network, a defect
+// stand-in for the CUDA runtime. Its engines are text files, which plan_files.py writes: a header, the network, a defect
 // to simulate ("copies": the plugin does not work in place), the profiles' sizes and the tensors. The test runs the networks (`fake_trt_run`).
 //
 // It refuses what TensorRT refuses: shapes beyond the profile, addresses that are not aligned, a run before everything is

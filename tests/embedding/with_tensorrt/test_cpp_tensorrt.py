@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from caller_networks import CallersNetworks
 from drafters import drafting_copy
-from engine_files import change, with_engines, write_engine
 from fake_cudart import FakeCudart
 from judge import TEXT
+from plan_files import change, with_engines, write_engine
 from tiny_engines import MAX_BATCH_SIZE, TinyLlama
 from trt_build import (
     BUNDLE_ERROR,
@@ -24,10 +24,10 @@ from trt_build import (
     refused,
 )
 
-from tide_export.bundle.engine_fields import PluginsInfo
-from tide_export.bundle.file_names import engine_file
+from tide_export.bundle.file_names import plan_file
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import PluginsInfo
 from tide_export.bundle.profiles import profiles_for
 from tide_export.bundle.store import write_manifest
 from tide_export.common.version import __version__
@@ -120,9 +120,9 @@ def test_auto_takes_engines_and_says_so(opens: Opens, bundle: Path, build: Build
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ("not in place", r"engine '.*segment_01\.engine' does not update past_key_values\.1\.key in place"),
+        ("not in place", r"plan '.*segment_01\.engine' does not update past_key_values\.1\.key in place"),
         ("types", r"'.*segment_01\.engine': input exit_states is another type .*, but its manifest calls"),
-        ("fewer", r"engine '.*segment_00\.engine' has 4 optimization profiles, not the 5 of its manifest"),
+        ("fewer", r"plan '.*segment_00\.engine' has 4 optimization profiles, not the 5 of its manifest"),
         ("wider", r"segment_00\.engine' takes past_lengths of \[4\] at most in profile batch-decode, unlike its manif"),
     ],
 )
@@ -166,7 +166,7 @@ def test_engines_for_another_machine_are_refused(
     opens(bundle, "auto")
     assert "with ONNX Runtime on the CPU, not with" in build.log[-1]
     if "flavour" in changes:
-        with refused(PROVIDER_ERROR, "was built with TensorRT's headers and runs its engines alone: build it"):
+        with refused(PROVIDER_ERROR, "was built with TensorRT's headers and runs its plans alone: build it"):
             opens(bundle, "tensorrt-rtx")
 
 
@@ -201,9 +201,9 @@ def test_an_engine_that_cannot_be_read_and_memory_that_cannot_be_had(
         engine.generate(TEXT)
     cudart.reset()
     assert engine.generate(TEXT, max_new_tokens=2, stop_token_ids=[]).tokens
-    file = bundle / engine_file(HEAD)
+    file = bundle / plan_file(HEAD)
     file.write_bytes(b"x" * file.stat().st_size)
-    with refused(BUNDLE_ERROR, r"cannot load engine '.*head\.engine': magic tag does not match"):
+    with refused(BUNDLE_ERROR, r"cannot load plan '.*head\.engine': magic tag does not match"):
         opens(bundle)
 
 
@@ -226,7 +226,7 @@ def test_engines_with_plugins_need_the_library(
     ours = str(plugins)
     opens(bundle, "auto", plugins=ours)
     another, running = build.log
-    assert "ours.so' is another build than the engines of bundle" in another
+    assert "ours.so' is another build than the plans of bundle" in another
     assert running.endswith("with TensorRT")
     change(bundle, plugins=PluginsInfo("0.0.9", "0" * 64, ("segment_00",)))
     with refused(PROVIDER_ERROR, f"hold plugins of tide_export 0.0.9, but the library .* is of {__version__}"):

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_files import change, with_header
 from fake_cudart import FakeCudart
 from judge import TEXT
+from plan_files import change, with_header
 from trt_build import BUNDLE_ERROR, PROVIDER_ERROR, Build, Opens, refused
 
-from tide_export.bundle.file_names import engine_file
+from tide_export.bundle.file_names import plan_file
 from tide_export.names.networks import BEST, HEAD, segment_name
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.tensorrt.flavours import DAMAGED, REFUSALS, RTX_CAPABILITIES
@@ -42,38 +42,38 @@ def test_engines_give_the_graph_s_tokens(
 
 def test_headers_are_refused_with_python_s_sentences(opens: Opens, bundle: Path, build: Build) -> None:
     assert set(BITS) == {*REFUSALS, DAMAGED}
-    engine = r"TensorRT for RTX cannot run engine '.*segment_01\.engine': "
+    engine = r"TensorRT for RTX cannot run plan '.*segment_01\.engine': "
     for diagnostics in ([], ["VERSION_MISMATCH", "OLD_CUDA_DRIVER"], *([name] for name in REFUSALS)):
         with_header(bundle, f"an invalid engine {sum(BITS[name] for name in diagnostics)}")
         sentence = "; ".join(REFUSALS[name] for name in diagnostics) or "the last word"
         with refused(PROVIDER_ERROR, f"{engine}{sentence.replace('?', '[?]')}$"):
             opens(bundle)
     opens(bundle, "auto")
-    path = bundle / engine_file(segment_name(1))
+    path = bundle / plan_file(segment_name(1))
     (line,) = build.log
     assert line.startswith(
-        f"running '{bundle}' with ONNX Runtime on the CPU, not with tensorrt-rtx: TensorRT for RTX cannot run engine "
+        f"running '{bundle}' with ONNX Runtime on the CPU, not with tensorrt-rtx: TensorRT for RTX cannot run plan "
         f"'{path}': {sentence}, not with cuda: this ONNX Runtime has no CUDAExecutionProvider"
     )
 
 
 def test_damaged_headers_are_errors_of_the_bundle(opens: Opens, bundle: Path) -> None:
     with_header(bundle, f"an invalid engine {BITS[DAMAGED] | BITS['VERSION_MISMATCH']}")
-    sentence = "segment_01.engine': it is no engine, or a damaged one; it was built by another version: build it again$"
+    sentence = "segment_01.engine': it is no plan, or a damaged one; it was built by another version: build it again$"
     for provider in ("tensorrt-rtx", "auto"):  # which does not hide a damaged bundle
         with refused(BUNDLE_ERROR, sentence):
             opens(bundle, provider)
     with_header(bundle, "")
-    with refused(BUNDLE_ERROR, r"segment_01\.engine': it is no engine, or a damaged one$"):
+    with refused(BUNDLE_ERROR, r"segment_01\.engine': it is no plan, or a damaged one$"):
         opens(bundle)
 
 
 def test_engines_for_other_gpus_too_run_with_a_sentence(opens: Opens, bundle: Path, build: Build) -> None:
     with_header(bundle, "a slow engine")
     engine = opens(bundle, "auto")
-    path = bundle / engine_file(segment_name(1))
+    path = bundle / plan_file(segment_name(1))
     assert build.log == [
-        f"engine '{path}' was built for other GPUs too: built on this one, it may be faster",
+        f"plan '{path}' was built for other GPUs too: built on this one, it may be faster",
         f"running '{bundle}' with TensorRT for RTX",
     ]
     assert len(engine.generate(TEXT, **TOKENS).tokens) == 24

@@ -2,7 +2,7 @@
 
 They are strongly typed, of standard operators of opset 24 and `TideExit`.
 
-`TideExit` is a function with a body, so ONNX Runtime runs the files that TensorRT builds its engines from.
+`TideExit` is a function with a body, so ONNX Runtime runs the files that TensorRT builds its plans from.
 """
 
 import logging
@@ -14,9 +14,9 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 
-from tide_export.bundle.engine_fields import FP8, NetworksInfo
 from tide_export.bundle.file_names import EMBEDDING_FILE, SEGMENTS_FOLDER, SEGMENTS_WEIGHTS_FILE, network_file
 from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.plan_fields import FP8, NetworksInfo
 from tide_export.bundle.profiles import BATCH_SIZE, run_sizes, state_rows
 from tide_export.compose.cut import Pieces, check_positions, is_attention, number_of, sinks_and_bias
 from tide_export.compose.segments import compose_choices, compose_segments

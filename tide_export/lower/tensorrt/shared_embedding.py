@@ -1,6 +1,6 @@
 """Makes the embedding an input of the networks that read it, so that it lies on the GPU once.
 
-Engines share no constants, but one address can be bound to several of them. A tied head reads the embedding as well,
+Plans share no constants, but one address can be bound to several of them. A tied head reads the embedding as well,
 and so does a drafter that is made later. The head multiplies by its transpose, which TensorRT for RTX 1.7 reads as it
 lies where both matrices have two dimensions; where states have three, every run transposes the whole embedding first.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from tide_export.bundle.engine_fields import EmbeddingInfo
+from tide_export.bundle.plan_fields import EmbeddingInfo
 from tide_export.graph.rewriting import FLOAT, HALF, integers, op_before, replace_value, required
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import HEAD, segment_name

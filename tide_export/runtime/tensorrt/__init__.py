@@ -1,1 +1,1 @@
-"""TensorRT and TensorRT for RTX: libraries, plugins and engines."""
+"""TensorRT and TensorRT for RTX: libraries, plugins and plans."""

@@ -1,4 +1,4 @@
-"""Calls the CUDA runtime to open TensorRT's engines, through NVIDIA's package cuda-bindings."""
+"""Calls the CUDA runtime to open TensorRT's plans, through NVIDIA's package cuda-bindings."""
 
 from types import ModuleType
 from typing import Any

@@ -1,6 +1,6 @@
-"""Describes how TensorRT and TensorRT for RTX differ: names, packages, and where engines run.
+"""Describes how TensorRT and TensorRT for RTX differ: names, packages, and where plans run.
 
-`engines.build` builds with a flavour and `runtime.tensorrt.engines` runs its engines; they share everything else.
+`plans.build` builds with a flavour and `runtime.tensorrt.plans` runs its plans; they share everything else.
 """
 
 import importlib
@@ -29,11 +29,11 @@ class Flavour:
         module: the module to import.
         package: the distribution of the module.
         extra: the extra of tide_export that installs it.
-        builds_without_gpu: whether engines can be built on a machine without a GPU.
+        builds_without_gpu: whether plans can be built on a machine without a GPU.
         has_timing_cache: whether building times kernels, so that caching the times saves time.
         has_plugins: whether its networks may use plugins; else function bodies are built.
-        reads_headers: whether it can tell from an engine's header that the engine runs here.
-        compute_capabilities: of the GPUs that its engines run on; empty: only the GPU they are built on.
+        reads_headers: whether it can tell from a plan's header that the plan runs here.
+        compute_capabilities: of the GPUs that its plans run on; empty: only the GPU they are built on.
     """
 
     name: str
@@ -89,10 +89,10 @@ def import_library(flavour: Flavour) -> ModuleType:
 
 
 def built_for(flavour: Flavour, device: tuple[int, int] | None, fp8: bool = False) -> tuple[str, ...]:
-    """Returns the compute capabilities that engines built here run on, such as ("9.0",).
+    """Returns the compute capabilities that plans built here run on, such as ("9.0",).
 
     TensorRT builds for the GPU it finds, TensorRT for RTX for all of its `compute_capabilities`: it compiles kernels
-    when the engine is loaded.
+    when the plan is loaded.
 
     Args:
         device: compute capability of the GPU; None: there is no GPU.
@@ -119,40 +119,40 @@ DAMAGED = "MALFORMED_ENGINE"
 def check_header(
     flavour: Flavour, library: ModuleType, runtime: Any, data: mmap.mmap | bytes, path: str, errors: Sequence[str]
 ) -> None:
-    """Checks an engine's header before it is loaded, if the flavour can.
+    """Checks a plan's header before it is loaded, if the flavour can.
 
-    Logs a warning if an engine built here would be faster.
+    Logs a warning if a plan built here would be faster.
 
     Args:
         runtime: the library's `Runtime`.
-        data: the engine; only its header is read.
+        data: the plan; only its header is read.
         path: its name in messages.
         errors: the errors that the library has logged, oldest first.
 
     Raises:
         ProviderError: it cannot run on this machine; says why.
-        BundleError: it is not an engine, or its header is damaged.
+        BundleError: it is not a plan, or its header is damaged.
     """
     if not flavour.reads_headers:
         return
     validity, bits = runtime.get_engine_validity(data[: runtime.engine_header_size])
     if validity == library.EngineValidity.SUBOPTIMAL:
-        logger.warning("engine '%s' was built for other GPUs too: built on this one, it may be faster", path)
+        logger.warning("plan '%s' was built for other GPUs too: built on this one, it may be faster", path)
     if validity != library.EngineValidity.INVALID:
         return
     diagnostics = {name for name, flag in library.EngineInvalidityDiagnostics.__members__.items() if bits & int(flag)}
     kind: type[TideError] = BundleError if DAMAGED in diagnostics else ProviderError
-    reasons = ["it is no engine, or a damaged one"] if DAMAGED in diagnostics else []
+    reasons = ["it is no plan, or a damaged one"] if DAMAGED in diagnostics else []
     reasons += [reason for name, reason in REFUSALS.items() if name in diagnostics]
     raise kind(
-        f"{flavour.title} cannot run engine '{path}': " + ("; ".join(reasons or errors[-1:]) or "it does not say why")
+        f"{flavour.title} cannot run plan '{path}': " + ("; ".join(reasons or errors[-1:]) or "it does not say why")
     )
 
 
 def kernel_cache(flavour: Flavour, version: str, gpu: int = 0) -> KernelCache | None:
     """Opens the cache of kernels that TensorRT for RTX compiles, one file per version and GPU.
 
-    None: the flavour compiles no kernels when it loads engines.
+    None: the flavour compiles no kernels when it loads plans.
     """
     if flavour is not TENSORRT_RTX:
         return None
@@ -164,13 +164,13 @@ def capturable(flavour: Flavour, context: Any, stream: int) -> bool:
     return flavour is not TENSORRT_RTX or bool(context.is_stream_capturable(stream))
 
 
-def configure(flavour: Flavour, library: ModuleType, engine: Any, cache: KernelCache | None = None) -> Any:
+def configure(flavour: Flavour, library: ModuleType, plan: Any, cache: KernelCache | None = None) -> Any:
     """Configures execution contexts: the caller allocates the workspace and records CUDA graphs.
 
     By default TensorRT for RTX records graphs itself, and specializes kernels while generic ones are in use. A graph
     recorded before that would keep the generic kernels, so they are specialized first.
     """
-    config = engine.create_runtime_config()
+    config = plan.create_runtime_config()
     config.set_execution_context_allocation_strategy(library.ExecutionContextAllocationStrategy.USER_MANAGED)
     if flavour is TENSORRT_RTX:
         config.cuda_graph_strategy = library.CudaGraphStrategy.DISABLED

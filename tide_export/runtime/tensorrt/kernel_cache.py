@@ -1,4 +1,4 @@
-"""Caches the kernels that TensorRT for RTX compiles when engines are loaded, across processes.
+"""Caches the kernels that TensorRT for RTX compiles when plans are loaded, across processes.
 
 TensorRT for RTX accepts only files that the same version wrote for the same GPU and driver.
 """

@@ -1,8 +1,8 @@
 """Finds the library of TensorRT plugins, checks it, and registers it with TensorRT.
 
-TensorRT engines may be built with the plugins of `plugins/` in place of the functions in their networks (TensorRT for
-RTX has no plugins). `engines.build` records the library in the manifest; `runtime.tensorrt.engines` needs the same
-release of it to load such engines. Opening a library runs its code, so none is taken from a bundle: it is named by the
+TensorRT plans may be built with the plugins of `plugins/` in place of the functions in their networks (TensorRT for
+RTX has no plugins). `plans.build` records the library in the manifest; `runtime.tensorrt.plans` needs the same
+release of it to load such plans. Opening a library runs its code, so none is taken from a bundle: it is named by the
 user or installed. Its version is read in another process, so that a damaged library cannot crash this one.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tide_export.bundle.engine_fields import PluginsInfo
+from tide_export.bundle.plan_fields import PluginsInfo
 from tide_export.common.version import __version__
 from tide_export.errors import ConfigError, ProviderError
 from tide_export.names.operators import OP_EXIT, PLUGIN_NAMESPACE, PLUGIN_VERSION
@@ -67,7 +67,7 @@ class PluginLibrary:
 def plugins_to_build_with(
     flavour: Flavour, version: str, library: str | os.PathLike[str] | None
 ) -> PluginLibrary | None:
-    """Finds the library for engines that `version` of a flavour builds; None: no plugins.
+    """Finds the library for plans that `version` of a flavour builds; None: no plugins.
 
     Args:
         library: as in `find_plugins`.
@@ -78,9 +78,7 @@ def plugins_to_build_with(
     """
     if not flavour.has_plugins:
         if library is not None and os.fspath(library) != NONE:
-            raise ConfigError(
-                f"{flavour.title} has no plugins, its engines use the networks' functions: omit --plugins"
-            )
+            raise ConfigError(f"{flavour.title} has no plugins, its plans use the networks' functions: omit --plugins")
         return None
     plugins = find_plugins(library)
     if plugins is not None:
@@ -91,27 +89,27 @@ def plugins_to_build_with(
 def plugins_to_load(
     bundle: Path, needed: PluginsInfo, version: str, library: str | os.PathLike[str] | None
 ) -> PluginLibrary:
-    """Finds the library that the engines of the bundle at a path need in this `version` of TensorRT.
+    """Finds the library that the plans of the bundle at a path need in this `version` of TensorRT.
 
     Raises:
         ProviderError: it is missing, of another release, or for another major version of TensorRT.
     """
     plugins = find_plugins(library)
-    without = f"build the engines again without with `tide-export build {bundle} --plugins {NONE}`"
+    without = f"build the plans again without with `tide-export build {bundle} --plugins {NONE}`"
     if plugins is None:
         raise ProviderError(
-            f"the engines of bundle '{bundle}' hold plugins of tide_export {needed.version} and there is no plugin "
+            f"the plans of bundle '{bundle}' hold plugins of tide_export {needed.version} and there is no plugin "
             f"library here: name it with --plugins or the variable {VARIABLE}, or {without}"
         )
     if plugins.version != needed.version:
         raise ProviderError(
-            f"the engines of bundle '{bundle}' hold plugins of tide_export {needed.version}, but the library "
+            f"the plans of bundle '{bundle}' hold plugins of tide_export {needed.version}, but the library "
             f"'{plugins.path}' is of {plugins.version}: use the other library and release, or {without}"
         )
     _check_fits(plugins, version)
     if plugins.sha256 != needed.sha256:
         logger.info(
-            "the plugin library '%s' is another build than the engines of '%s' were built with", plugins.path, bundle
+            "the plugin library '%s' is another build than the plans of '%s' were built with", plugins.path, bundle
         )
     return plugins
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tide_export.bundle.engine_fields import Profile
 from tide_export.bundle.network_spec import NetworkSpec
+from tide_export.bundle.plan_fields import Profile
 from tide_export.runtime.tensorrt import engines
-from tide_export.runtime.tensorrt.engines import TrtNetwork
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX, kernel_cache
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache
+from tide_export.runtime.tensorrt.plans import TrtNetwork
 
 VERSION = b"1.7:"
 

@@ -11,13 +11,13 @@ from families import build
 from tide_export.bundle.file_names import network_file
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
-from tide_export.engines import build as building
-from tide_export.engines.build import check_matrices
 from tide_export.errors import BuildError, ConfigError, TideError, UnsupportedModelError
 from tide_export.model.source import load_model
 from tide_export.names.networks import segment_name
 from tide_export.pipeline.request import ExportRequest
 from tide_export.pipeline.weights import prepare_weights
+from tide_export.plans import build as building
+from tide_export.plans.build import check_matrices
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.tensorrt.flavours import RTX_CAPABILITIES, TENSORRT, TENSORRT_RTX
 from tide_export.verify.validate import validate

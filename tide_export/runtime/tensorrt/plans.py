@@ -1,8 +1,8 @@
-"""Checks, opens and runs a bundle's engines on a GPU, with TensorRT or TensorRT for RTX.
+"""Checks, opens and runs a bundle's plans on a GPU, with TensorRT or TensorRT for RTX.
 
-`flavours` has the differences of the two. An engine runs on one version of one flavour and on the GPUs it was built
+`flavours` has the differences of the two. A plan runs on one version of one flavour and on the GPUs it was built
 for; this is checked before it is loaded, because TensorRT's own messages are meant for its developers. libtide runs the
-engines by callbacks (`callers_networks`). All execution contexts of a set of buffers share one workspace, because one
+plans by callbacks (`callers_networks`). All execution contexts of a set of buffers share one workspace, because one
 network runs at a time.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo, Profile
-from tide_export.bundle.file_names import engine_file
+from tide_export.bundle.file_names import plan_file
 from tide_export.bundle.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
 from tide_export.bundle.opened import Bundle
+from tide_export.bundle.plan_fields import NetworksInfo, PlansInfo, Profile
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import DRAFTER
@@ -42,43 +42,43 @@ ALIGNMENT = 256  # bytes; CUDA's allocations have it and TensorRT requires it
 _Arguments = tuple[int, ...]  # of a run: tokens, sequences, addresses
 
 
-def open_engines(
+def open_plans(
     bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None = None
 ) -> Owned:
-    """Creates a tide_engine that runs the bundle's TensorRT engines.
+    """Creates a tide_engine that runs the bundle's TensorRT plans.
 
     Args:
         provider: the flavour, tensorrt or tensorrt-rtx.
         options: the options of tide_load; "device" is the number of the GPU, by default 0.
-        plugins: the plugin library, for engines that use plugins; None: the one that `find_plugins` finds.
+        plugins: the plugin library, for plans that use plugins; None: the one that `find_plugins` finds.
 
     Raises:
-        ProviderError: the bundle has no engines of that flavour, or they cannot run here; says what to do.
-        BundleError: the engines differ from the manifest.
+        ProviderError: the bundle has no plans of that flavour, or they cannot run here; says what to do.
+        BundleError: the plans differ from the manifest.
     """
-    manifest, info, engines = bundle.manifest, *check_engines(bundle, provider)
+    manifest, info, plans = bundle.manifest, *check_plans(bundle, provider)
     flavour, gpu = FLAVOURS[provider], options.get("device", 0)
     library = import_library(flavour)
-    _check_machine(bundle, flavour, str(library.__version__), engines, gpu)
+    _check_machine(bundle, flavour, str(library.__version__), plans, gpu)
     copies = None
-    if engines.plugins is not None:
-        plugin_library = plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins)
+    if plans.plugins is not None:
+        plugin_library = plugins_to_load(bundle.path, plans.plugins, str(library.__version__), plugins)
         register(library, plugin_library.path)
         copies = CopyReport(plugin_library.path)
     expected = specs(manifest, info)
-    if engine_file(DRAFTER) not in manifest.files:  # the drafter came later than `tide-export build`
+    if plan_file(DRAFTER) not in manifest.files:  # the drafter came later than `tide-export build`
         expected.pop(DRAFTER, None)
     runtime = _Runtime(flavour, library)
     loaded = {}
     for name, spec in expected.items():
-        file = bundle.file(engine_file(name))
+        file = bundle.file(plan_file(name))
         with file.mapped() as data:
-            engine = runtime.load(data, str(file.path))
-        _check_engine(engine, spec, of_network(name, engines.profiles, info), str(file.path))
-        loaded[name] = engine
-    warn_of_copies(flavour, engines.copied or {})
+            plan = runtime.load(data, str(file.path))
+        _check_plan(plan, spec, of_network(name, plans.profiles, info), str(file.path))
+        loaded[name] = plan
+    warn_of_copies(flavour, plans.copied or {})
     cache = kernel_cache(flavour, str(library.__version__), gpu)
-    size = max(ALIGNMENT, *(engine.device_memory_size_v2 for engine in loaded.values()))
+    size = max(ALIGNMENT, *(plan.device_memory_size_v2 for plan in loaded.values()))
 
     def opener(stream: int | None) -> TrtNetworks:
         assert stream is not None
@@ -86,10 +86,10 @@ def open_engines(
         return TrtNetworks(
             {
                 name: TrtNetwork(
-                    *(flavour, library, engine, expected[name], of_network(name, engines.profiles, info)),
+                    *(flavour, library, plan, expected[name], of_network(name, plans.profiles, info)),
                     *(stream, memory, cache, copies),
                 )
-                for name, engine in loaded.items()
+                for name, plan in loaded.items()
             },
             memory,
         )
@@ -97,57 +97,57 @@ def open_engines(
     return load_networks(bundle, options, provider, opener, gpu)
 
 
-def check_engines(bundle: Bundle, provider: str) -> tuple[NetworksInfo, EnginesInfo]:
-    """Returns the manifest's entries of the networks and of their engines of this flavour.
+def check_plans(bundle: Bundle, provider: str) -> tuple[NetworksInfo, PlansInfo]:
+    """Returns the manifest's entries of the networks and of their plans of this flavour.
 
     Raises:
-        ProviderError: the bundle has no such engines.
-        BundleError: the engines were built from other weights.
+        ProviderError: the bundle has no such plans.
+        BundleError: the plans were built from other weights.
     """
-    manifest, info, engines = bundle.manifest, bundle.manifest.networks, bundle.manifest.engines
-    if engines is None or info is None:
+    manifest, info, plans = bundle.manifest, bundle.manifest.networks, bundle.manifest.engines
+    if plans is None or info is None:
         raise ProviderError(
-            f"bundle '{bundle.path}' holds no TensorRT engines: build them with `tide-export build {bundle.path} "
+            f"bundle '{bundle.path}' holds no TensorRT plans: build them with `tide-export build {bundle.path} "
             f"--target {provider}`, or use provider 'cpu'"
         )
-    if engines.flavour != provider:
+    if plans.flavour != provider:
         raise ProviderError(
-            f"the engines of bundle '{bundle.path}' are of {FLAVOURS[engines.flavour].title}: use provider "
-            f"'{engines.flavour}', or build others with `tide-export build {bundle.path} --target {provider}`"
+            f"the plans of bundle '{bundle.path}' are of {FLAVOURS[plans.flavour].title}: use provider "
+            f"'{plans.flavour}', or build others with `tide-export build {bundle.path} --target {provider}`"
         )
-    if engines.weights_sha256 != manifest.model.weights_sha256:
+    if plans.weights_sha256 != manifest.model.weights_sha256:
         raise BundleError(
-            f"the engines of bundle '{bundle.path}' were built from other weights than its model's "
-            f"(sha256 {engines.weights_sha256[:12]}, not {manifest.model.weights_sha256[:12]}): build them again"
+            f"the plans of bundle '{bundle.path}' were built from other weights than its model's "
+            f"(sha256 {plans.weights_sha256[:12]}, not {manifest.model.weights_sha256[:12]}): build them again"
         )
-    return info, engines
+    return info, plans
 
 
-def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: EnginesInfo, gpu: int) -> None:
-    """Checks that the installed version and the GPU are those of the engines, and selects the GPU."""
+def _check_machine(bundle: Bundle, flavour: Flavour, version: str, plans: PlansInfo, gpu: int) -> None:
+    """Checks that the installed version and the GPU are those of the plans, and selects the GPU."""
     again = f"build them again with `tide-export build {bundle.path} --target {flavour.name}`"
-    if engines.version != version:
+    if plans.version != version:
         raise ProviderError(
-            f"the engines of bundle '{bundle.path}' were built by {flavour.title} {engines.version} and run on no "
+            f"the plans of bundle '{bundle.path}' were built by {flavour.title} {plans.version} and run on no "
             f"other, but {version} is installed: {again}"
         )
     device = compute_capability(gpu)
     if device is None and (gpu == 0 or compute_capability(0) is None):
         raise ProviderError(f"{flavour.title} needs an NVIDIA GPU and its driver, and there is none here")
-    built = engines.compute_capabilities or flavour.compute_capabilities
+    built = plans.compute_capabilities or flavour.compute_capabilities
     here = None if device is None else f"{device[0]}.{device[1]}"
     if here is not None and here not in built:
-        if here not in (flavour.compute_capabilities or (here,)):  # no engine of this flavour runs on it
+        if here not in (flavour.compute_capabilities or (here,)):  # no plan of this flavour runs on it
             again = f"build others with `tide-export build {bundle.path} --target {TENSORRT.name}`"
         raise ProviderError(
-            f"the engines of bundle '{bundle.path}' were built for GPUs of compute capability {', '.join(built)}, this "
+            f"the plans of bundle '{bundle.path}' were built for GPUs of compute capability {', '.join(built)}, this "
             f"one has {here}: {again}"
         )
     select_gpu(gpu)
 
 
 class _Runtime:
-    """Loads engines, and keeps the errors that the library logs."""
+    """Loads plans, and keeps the errors that the library logs."""
 
     def __init__(self, flavour: Flavour, library: ModuleType) -> None:
         errors: list[str] = []
@@ -164,48 +164,48 @@ class _Runtime:
         self._runtime = library.Runtime(Log())
 
     def load(self, data: mmap.mmap | bytes, path: str) -> Any:
-        """Loads the engine in `data`, which may be freed afterwards.
+        """Loads the plan in `data`, which may be freed afterwards.
 
         Raises:
             ProviderError: it cannot run on this machine.
             BundleError: the library cannot read it; quotes its last error.
         """
         check_header(self._flavour, self._library, self._runtime, data, path, self._errors)
-        engine = self._runtime.deserialize_cuda_engine(data)
-        if engine is None:
+        plan = self._runtime.deserialize_cuda_engine(data)
+        if plan is None:
             reason = self._errors[-1] if self._errors else "it does not say why"
-            raise BundleError(f"cannot load engine '{path}': {reason}")
-        return engine
+            raise BundleError(f"cannot load plan '{path}': {reason}")
+        return plan
 
 
-def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...], path: str) -> None:
-    """Checks the tensors, K/V buffers updated in place, and profiles of an engine.
+def _check_plan(plan: Any, spec: NetworkSpec, profiles: tuple[Profile, ...], path: str) -> None:
+    """Checks the tensors, K/V buffers updated in place, and profiles of a plan.
 
     Raises:
         BundleError: one of them differs; names it.
     """
     tensors: dict[bool, dict[str, tuple[str, list[int]]]] = {True: {}, False: {}}
-    for index in range(engine.num_io_tensors):
-        name = engine.get_tensor_name(index)
-        is_input = engine.get_tensor_mode(name).name == "INPUT"
-        tensors[is_input][name] = (engine.get_tensor_dtype(name).name, list(engine.get_tensor_shape(name)))
+    for index in range(plan.num_io_tensors):
+        name = plan.get_tensor_name(index)
+        is_input = plan.get_tensor_mode(name).name == "INPUT"
+        tensors[is_input][name] = (plan.get_tensor_dtype(name).name, list(plan.get_tensor_shape(name)))
     spec.check(from_tensorrt(spec, tensors[True]), from_tensorrt(spec, tensors[False]), path)
     for output, entry in kv_aliases(spec).items():
-        # Some versions list no aliases of an engine; the network was checked when it was built.
-        if (engine.get_aliased_input_tensor(output) or entry) != entry:
-            raise BundleError(f"engine '{path}' does not update {entry} in place")
-    if engine.num_optimization_profiles != len(profiles):
+        # Some versions list no aliases of a plan; the network was checked when it was built.
+        if (plan.get_aliased_input_tensor(output) or entry) != entry:
+            raise BundleError(f"plan '{path}' does not update {entry} in place")
+    if plan.num_optimization_profiles != len(profiles):
         raise BundleError(
-            f"engine '{path}' has {engine.num_optimization_profiles} optimization profiles, not the {len(profiles)} of "
+            f"plan '{path}' has {plan.num_optimization_profiles} optimization profiles, not the {len(profiles)} of "
             "its manifest"
         )
     entries = (names.PAST_LENGTHS, names.TOKEN_INDICES, names.EXIT_STATES, names.ROWS, names.LOGITS)
     for number, profile in enumerate(profiles):
         for entry in (entry for entry in entries if entry in spec.inputs):
-            largest = list(engine.get_tensor_profile_shape(entry, number)[-1])
+            largest = list(plan.get_tensor_profile_shape(entry, number)[-1])
             if largest != list(spec.inputs[entry].dims(profile.max_tokens, profile.batch_size)):
                 raise BundleError(
-                    f"engine '{path}' takes {entry} of {largest} at most in profile {profile.name}, unlike its manifest"
+                    f"plan '{path}' takes {entry} of {largest} at most in profile {profile.name}, unlike its manifest"
                 )
 
 
@@ -222,16 +222,16 @@ def pick_profile(profiles: tuple[Profile, ...], tokens: int, batch_size: int = 1
     if not max_tokens:
         max_batch_size = max(profile.batch_size for profile in profiles)
         raise GenerationError(
-            f"a run over {batch_size} sequences exceeds the engine's profiles, which take {max_batch_size} at most"
+            f"a run over {batch_size} sequences exceeds the plan's profiles, which take {max_batch_size} at most"
         )
     of_each = f" of each of {batch_size} sequences" if batch_size > 1 else ""
     raise GenerationError(
-        f"a run over {tokens} tokens{of_each} exceeds the engine's profiles, which take {max_tokens} at most"
+        f"a run over {tokens} tokens{of_each} exceeds the plan's profiles, which take {max_tokens} at most"
     )
 
 
 class TrtNetworks:
-    """Runs the engines of a bundle on one stream (a `callers_networks.Networks`)."""
+    """Runs the plans of a bundle on one stream (a `callers_networks.Networks`)."""
 
     def __init__(self, networks: Mapping[str, "TrtNetwork"], memory: CudaMemory) -> None:
         self._networks, self._memory = dict(networks), memory
@@ -251,7 +251,7 @@ class TrtNetworks:
 
 
 class TrtNetwork:
-    """Runs one engine on one stream.
+    """Runs one plan on one stream.
 
     One execution context per profile serves runs that are not recorded. Each recorded run has its own context, because
     TensorRT does not define what a recording does after its context's shapes or addresses have changed.
@@ -261,7 +261,7 @@ class TrtNetwork:
         self,
         flavour: Flavour,
         library: ModuleType,
-        engine: Any,
+        plan: Any,
         spec: NetworkSpec,
         profiles: tuple[Profile, ...],
         stream: int,
@@ -269,7 +269,7 @@ class TrtNetwork:
         cache: KernelCache | None = None,
         copies: CopyReport | None = None,
     ) -> None:
-        self._flavour, self._library, self._engine, self._spec = flavour, library, engine, spec
+        self._flavour, self._library, self._plan, self._spec = flavour, library, plan, spec
         self._profiles, self._stream, self._memory, self._cache = profiles, stream, memory, cache
         self._copies = copies
         self._contexts: dict[int, Any] = {}  # by profile
@@ -309,8 +309,8 @@ class TrtNetwork:
         self._recorded.pop(recording, None)
 
     def _new_context(self, profile: int) -> Any:
-        config = configure(self._flavour, self._library, self._engine, self._cache)
-        context = self._engine.create_execution_context(config)
+        config = configure(self._flavour, self._library, self._plan, self._cache)
+        context = self._plan.create_execution_context(config)
         self._require(context is not None, "an execution context")
         context.set_device_memory(self._memory.address, self._memory.size)
         self._require(context.set_optimization_profile_async(profile, self._stream), f"profile {profile}")

@@ -86,8 +86,8 @@ DERIVING = """
 import json, os
 import tensorrt as trt
 from polygraphy.backend.trt import util
-from tide_export.engines.worker import BuildLog, monitor
-from tide_export.runtime.tensorrt.engines import _Runtime
+from tide_export.plans.worker import BuildLog, monitor
+from tide_export.runtime.tensorrt.plans import _Runtime
 from tide_export.runtime.tensorrt.flavours import TENSORRT, import_library
 
 log, said, steps = BuildLog.install(), [], []

@@ -13,27 +13,27 @@ from drafters import random_drafter
 from families import build as make_model
 from tiny_engines import bundle_of, pieces_of, segments_of
 
-from tide_export.bundle.engine_fields import BuiltEngine
-from tide_export.bundle.file_names import MANIFEST_FILE, SEGMENTS_FOLDER, engine_file, network_file
+from tide_export.bundle.file_names import MANIFEST_FILE, SEGMENTS_FOLDER, network_file, plan_file
 from tide_export.bundle.inspect import describe, render
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.network_spec import aliases, specs
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import BuiltPlan
 from tide_export.bundle.profiles import with_batch_size
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.drafting.bundle import write_drafter
-from tide_export.engines import build
-from tide_export.engines.build import _check_built, _timing_cache, _warn, require_builder, run_worker
-from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, BundleError, ConfigError, ProviderError
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import AFTER_SEGMENTS, CANDIDATES, DRAFTER, HEAD, segment_name
+from tide_export.plans import build
+from tide_export.plans.build import _check_built, _timing_cache, _warn, require_builder, run_worker
+from tide_export.plans.rebuild import rebuild
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.tensorrt import flavours, gpu
-from tide_export.runtime.tensorrt.engines import _Runtime
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.gpu import compute_capability
+from tide_export.runtime.tensorrt.plans import _Runtime
 
 
 def half_precision(folder: Path, weights: str) -> Path:
@@ -101,7 +101,7 @@ def test_every_network_becomes_an_engine(built: Path, unbuilt: Path, kind: str) 
     assert manifest.networks is not None
     assert (manifest.networks.max_batch_size, manifest.networks.max_slot_tokens) == profiles[-1][::-1]
     for part in parts_of(kind):
-        assert manifest.files[engine_file(part)].size > 100_000
+        assert manifest.files[plan_file(part)].size > 100_000
     assert {file: info for file, info in manifest.files.items() if not file.startswith("engines/")} == (
         before.manifest.files
     )
@@ -128,7 +128,7 @@ def test_the_weights_are_in_memory_once_for_all_profiles(built: Path, kind: str)
 
 
 def test_what_a_builder_reports_that_users_should_know_is_logged(caplog) -> None:
-    lean, copied = BuiltEngine(100 << 20, 0, 9, 4, 4), BuiltEngine(190 << 20, 0, 9, 4, 3)
+    lean, copied = BuiltPlan(100 << 20, 0, 9, 4, 4), BuiltPlan(190 << 20, 0, 9, 4, 3)
     _warn(TENSORRT_RTX, {"segment_00": lean, "segment_01": copied}, {"segment_00": 95 << 20, "segment_01": 95 << 20})
     growth, decomposed = caplog.messages
     assert growth.startswith("TensorRT for RTX stores the weights of segment_01 in 199.2 MB of GPU memory, 2.0 times")
@@ -157,7 +157,7 @@ def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:
     opened = open_bundle(built, verify=False)
     assert opened.manifest.networks is not None
     for part, spec in specs(opened.manifest, opened.manifest.networks).items():
-        plan = opened.file(engine_file(part)).read_bytes()
+        plan = opened.file(plan_file(part)).read_bytes()
         for tensor in (*spec.inputs, *spec.outputs):
             assert tensor.encode() in plan, (part, tensor)
         assert (b"[profile 4]" in plan) == (part not in AFTER_SEGMENTS)
@@ -170,11 +170,11 @@ def test_an_engine_has_a_header_the_library_knows(built: Path, kind: str) -> Non
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     runtime = _Runtime(TENSORRT_RTX, trt)
     for part in parts_of(kind):
-        engine = (built / engine_file(part)).read_bytes()
+        engine = (built / plan_file(part)).read_bytes()
         if compute_capability() is None:
             with pytest.raises(ProviderError, match="CUDA"):
                 runtime.load(engine, part)
-        with pytest.raises(BundleError, match="it is no engine, or a damaged one"):
+        with pytest.raises(BundleError, match="it is no plan, or a damaged one"):
             runtime.load(bytes(8) + engine[8:], part)
 
 
@@ -257,7 +257,7 @@ def test_a_builder_that_crashes_before_it_reads_is_reported_too() -> None:
 )
 def test_what_goes_wrong_in_the_builder_is_its_sentence(raised: str, says: str) -> None:
     script = (
-        "from tide_export.engines import worker; from tide_export.errors import ProviderError\n"
+        "from tide_export.plans import worker; from tide_export.errors import ProviderError\n"
         f"def fail(*args): raise {raised}\n"
         "worker.build = fail; raise SystemExit(worker.main())"
     )

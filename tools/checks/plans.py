@@ -1,8 +1,8 @@
 """Compares every engine of a bundle with ONNX Runtime on the same inputs, in every optimization profile, by Polygraphy.
 
-    python tools/checks/engines.py BUNDLE [PLUGINS]
+    python tools/checks/plans.py BUNDLE [PLUGINS]
 
-Needs a GPU, the flavour the engines are of, and ONNX Runtime; for engines that hold plugins their library too, PLUGINS
+Needs a GPU, the flavour the plans are of, and ONNX Runtime; for plans that hold plugins their library too, PLUGINS
 or the one that is found as when they are run. Exit code 1 when an output differs by more than rounding.
 """
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tide_export.bundle.engine_fields import NetworksInfo, Profile
-from tide_export.bundle.file_names import engine_file, network_file
+from tide_export.bundle.file_names import network_file, plan_file
 from tide_export.bundle.network_spec import NetworkSpec, of_network, specs
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import NetworksInfo, Profile
 from tide_export.errors import ProviderError, TideError
 from tide_export.names import segment_networks as names
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, TENSORRT_RTX, import_library
@@ -83,7 +83,7 @@ def main(path: str, plugins: str | None = None) -> int:
     bundle = open_bundle(path)
     manifest = bundle.manifest
     if manifest.networks is None or manifest.engines is None:
-        raise ProviderError(f"bundle '{path}' holds no TensorRT engines: there is nothing to compare")
+        raise ProviderError(f"bundle '{path}' holds no TensorRT plans: there is nothing to compare")
     if manifest.networks.weights not in TOLERANCES:
         raise ProviderError("ONNX Runtime does not run bfloat16 networks on the CPU: there is nothing to compare with")
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if FLAVOURS[manifest.engines.flavour] is TENSORRT_RTX else "0"
@@ -95,7 +95,7 @@ def main(path: str, plugins: str | None = None) -> int:
     for name, spec in specs(manifest, manifest.networks).items():
         for number, profile in enumerate(of_network(name, manifest.engines.profiles, manifest.networks)):
             inputs = list(feeds(spec, profile, manifest.networks))
-            engine, network = bundle.file(engine_file(name)), bundle.file(network_file(name))
+            engine, network = bundle.file(plan_file(name)), bundle.file(network_file(name))
             worst = differences(engine.path, network.path, number, inputs)
             # A flag may flip where its score lies on the threshold: then the state goes to another row of the buffer;
             # the score itself is compared.
@@ -112,4 +112,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(*sys.argv[1:]))
     except TideError as error:
-        sys.exit(f"compare_engines: {error}")
+        sys.exit(f"plans: {error}")

@@ -13,7 +13,7 @@ from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BundleError
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import HEAD
-from tide_export.runtime.tensorrt.engines import _check_engine
+from tide_export.runtime.tensorrt.plans import _check_plan
 
 
 class FoundEngine:
@@ -53,17 +53,17 @@ def test_an_engine_for_fewer_sequences_than_in_its_manifest_is_refused(demo_bund
     assert manifest.networks is not None
     for name, spec in specs(manifest, manifest.networks).items():
         profiles = of_network(name, profiles_for(manifest.networks), manifest.networks)
-        _check_engine(FoundEngine(spec, profiles), spec, profiles, "x.engine")
+        _check_plan(FoundEngine(spec, profiles), spec, profiles, "x.engine")
         fewer = tuple(replace(profile, batch_size=min(profile.batch_size, 4)) for profile in profiles)
         tensor = r"exit_states of \[4, 1, 1280, 128\]" if name == HEAD else r"past_lengths of \[4\]"
         if names.LOGITS not in spec.inputs:  # which has a row for each position, whatever its sequence
             with pytest.raises(BundleError, match=f"takes {tensor} at most in profile"):
-                _check_engine(FoundEngine(spec, fewer), spec, profiles, "x.engine")
+                _check_plan(FoundEngine(spec, fewer), spec, profiles, "x.engine")
         shorter = tuple(replace(profile, max_tokens=1) for profile in profiles)
         with pytest.raises(BundleError, match="at most in profile"):
-            _check_engine(FoundEngine(spec, shorter), spec, profiles, "x.engine")
+            _check_plan(FoundEngine(spec, shorter), spec, profiles, "x.engine")
         with pytest.raises(BundleError, match=f"has 1 optimization profiles, not the {len(profiles)}"):
-            _check_engine(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
+            _check_plan(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
 
 
 def test_an_engine_may_list_no_aliases_but_no_wrong_ones(demo_bundle: Path) -> None:
@@ -74,10 +74,10 @@ def test_an_engine_may_list_no_aliases_but_no_wrong_ones(demo_bundle: Path) -> N
     engine = FoundEngine(spec, profiles)
     for none in (None, ""):
         engine.aliases = lambda output, none=none: none
-        _check_engine(engine, spec, profiles, "x.engine")
+        _check_plan(engine, spec, profiles, "x.engine")
     engine.aliases = lambda output: "past_key_values.3.value"
     with pytest.raises(BundleError, match=r"'x.engine' does not update past_key_values\.3\.key in place"):
-        _check_engine(engine, spec, profiles, "x.engine")
+        _check_plan(engine, spec, profiles, "x.engine")
 
 
 def test_the_library_has_what_the_runtime_reads_of_an_engine() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tide_export.bundle.engine_fields import NetworksInfo
+from tide_export.bundle.plan_fields import NetworksInfo
 from tide_export.bundle.profiles import profiles_for, run_sizes, state_rows
 from tide_export.errors import GenerationError
-from tide_export.runtime.tensorrt.engines import pick_profile
+from tide_export.runtime.tensorrt.plans import pick_profile
 
 
 def info_of(capacity: int, max_pending: int, rows: int = 1, bound: int | None = None) -> NetworksInfo:
@@ -34,10 +34,10 @@ def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_
         assert profiles[pick_profile(profiles, 1, several)].name == "batch-decode"
         if info.max_slot_tokens > 1:
             assert profiles[pick_profile(profiles, info.max_slot_tokens, several)].name == "batch-catch-up"
-    with pytest.raises(GenerationError, match=f"{info.max_batch_size + 1} sequences exceeds the engine's profiles"):
+    with pytest.raises(GenerationError, match=f"{info.max_batch_size + 1} sequences exceeds the plan's profiles"):
         pick_profile(profiles, 1, info.max_batch_size + 1)
     if info.max_batch_size > 1:
-        with pytest.raises(GenerationError, match="of each of 2 sequences exceeds the engine's profiles, which take"):
+        with pytest.raises(GenerationError, match="of each of 2 sequences exceeds the plan's profiles, which take"):
             pick_profile(profiles, info.max_slot_tokens + 1, 2)
 
 

@@ -1,6 +1,6 @@
-"""Builds engines in a separate process, because TensorRT can crash on a network.
+"""Builds plans in a separate process, because TensorRT can crash on a network.
 
-Started by `build` as `python -m tide_export.engines.worker`: reads a job as JSON from stdin, writes events to stdout as
+Started by `build` as `python -m tide_export.plans.worker`: reads a job as JSON from stdin, writes events to stdout as
 one JSON object per line, and TensorRT's log to stderr. The environment selects the flavour Polygraphy uses. Needs no
 PyTorch. The parent process has checked the job and checks the results.
 """
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Parses one network, builds and writes its engine for all profiles, and describes the network."""
+    """Parses one network, builds and writes its plan for all profiles, and describes the network."""
     from polygraphy import mod
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
     from polygraphy.backend.trt import (
@@ -77,7 +77,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
         config.clear_flag(trt.BuilderFlag.TF32)
         if network["reads_nan"]:  # TensorRT must not assume that there are no NaNs
             config.set_flag(trt.BuilderFlag.STRICT_NANS)
-        if mod.config.USE_TENSORRT_RTX:  # an engine that allocates memory in a run cannot be recorded in a CUDA graph
+        if mod.config.USE_TENSORRT_RTX:  # a plan that allocates memory in a run cannot be recorded in a CUDA graph
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         capabilities = job["compute_capabilities"]
         if capabilities:
@@ -96,19 +96,19 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     cache = job["timing_cache"]
     if cache is not None:
         options["load_timing_cache"] = cache
-    options["profiling_verbosity"] = trt.ProfilingVerbosity.DETAILED  # the log then lists the engine's layers
+    options["profiling_verbosity"] = trt.ProfilingVerbosity.DETAILED  # the log then lists the plan's layers
     create = CreateConfigRTX if mod.config.USE_TENSORRT_RTX else CreateConfig
-    engine = EngineBytesFromNetwork(
+    plan = EngineBytesFromNetwork(
         PostprocessNetwork(NetworkFromOnnxPath(network["source"]), prepare),
         config=PostprocessConfig(create(**options), exact),
         save_timing_cache=cache,
     )()
-    Path(network["engine"]).write_bytes(engine)
+    Path(network["plan"]).write_bytes(plan)
     return described
 
 
 class BuildLog:
-    """Collects the memory and layers of engines from the builder's log; shows its warnings and errors."""
+    """Collects the memory and layers of plans from the builder's log; shows its warnings and errors."""
 
     WEIGHTS, ACTIVATIONS = (re.compile(rf"Total {kind} Memory: (\d+) bytes") for kind in ("Weights", "Activation"))
     LAYER = re.compile(
@@ -140,7 +140,7 @@ class BuildLog:
         return log
 
     def built(self, aliases: dict[str, str]) -> dict[str, Any]:
-        """Returns memory, layers and copied in-place buffers of the engine built since the last call.
+        """Returns memory, layers and copied in-place buffers of the plan built since the last call.
 
         Args:
             aliases: {output: input} of the in-place buffers.

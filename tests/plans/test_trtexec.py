@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tide_export.bundle.file_names import engine_file
+from tide_export.bundle.file_names import plan_file
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
-from tide_export.engines.trtexec import OPTIONS, trtexec_lines
 from tide_export.errors import BundleError
 from tide_export.names.networks import AFTER_SEGMENTS, segment_name
+from tide_export.plans.trtexec import OPTIONS, trtexec_lines
 
 PARTS = [*(segment_name(k) for k in range(4)), *AFTER_SEGMENTS]
 
@@ -41,7 +41,7 @@ def commands(demo_bundle: Path) -> dict[str, list[str]]:
 def test_its_shapes_fit_the_network_that_the_parser_reads(part: str, commands, demo_bundle: Path) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     program, onnx, engine, *options = commands[part]
-    assert (program, engine) == ("trtexec", f"--saveEngine={engine_file(part)}")
+    assert (program, engine) == ("trtexec", f"--saveEngine={plan_file(part)}")
     assert options[: len(OPTIONS)] == list(OPTIONS)
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)

@@ -12,6 +12,6 @@ namespace tide {
 
 // None where the field is null. Throw BundleError, naming a field that is missing, of another type or out of range.
 std::optional<NetworksInfo> networks_of(Field const& manifest, std::map<std::string, FileInfo> const& files);
-std::optional<EnginesInfo> engines_of(Field const& manifest);
+std::optional<PlansInfo> plans_of(Field const& manifest);
 
 }  // namespace tide

@@ -1,4 +1,4 @@
-#include "bundle/engine_fields.h"
+#include "bundle/plan_fields.h"
 
 #include <set>
 
@@ -41,28 +41,28 @@ std::optional<NetworksInfo> networks_of(Field const& manifest, std::map<std::str
   return info;
 }
 
-std::optional<EnginesInfo> engines_of(Field const& manifest) {
+std::optional<PlansInfo> plans_of(Field const& manifest) {
   auto const found = manifest.find("engines");
   if (!found) return std::nullopt;
   Field const& field = *found;
-  EnginesInfo engines;
-  engines.flavour = field["flavour"].text();
-  bool const known = engines.flavour == "tensorrt" || engines.flavour == "tensorrt-rtx";
+  PlansInfo plans;
+  plans.flavour = field["flavour"].text();
+  bool const known = plans.flavour == "tensorrt" || plans.flavour == "tensorrt-rtx";
   field["flavour"].require(known, "must be one of tensorrt, tensorrt-rtx");
-  engines.version = field["version"].text();
-  engines.compute_capabilities = field["compute_capabilities"].texts();
-  engines.weights_sha256 = field["weights_sha256"].text();
-  engines.profiles = field["profiles"].list<Profile>([](Field const& entry) {
+  plans.version = field["version"].text();
+  plans.compute_capabilities = field["compute_capabilities"].texts();
+  plans.weights_sha256 = field["weights_sha256"].text();
+  plans.profiles = field["profiles"].list<Profile>([](Field const& entry) {
     return Profile{entry["name"].text(), entry["min_tokens"].whole(1), entry["max_tokens"].whole(1),
                    entry["batch_size"].whole(1)};
   });
   if (auto const plugins = field.find("plugins")) {
-    engines.plugins = PluginsInfo{(*plugins)["version"].text(), (*plugins)["sha256"].text()};
+    plans.plugins = PluginsInfo{(*plugins)["version"].text(), (*plugins)["sha256"].text()};
   }
   if (auto const copied = field.find("copied")) {
-    for (auto const& [name, bytes] : copied->entries()) engines.copied[name] = bytes.whole();
+    for (auto const& [name, bytes] : copied->entries()) plans.copied[name] = bytes.whole();
   }
-  return engines;
+  return plans;
 }
 
 }  // namespace tide

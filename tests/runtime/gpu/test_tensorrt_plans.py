@@ -1,4 +1,4 @@
-"""`runtime.tensorrt.engines` on stand-ins for TensorRT's package, whose engines run in ONNX Runtime, and for CUDA. The
+"""`runtime.tensorrt.plans` on stand-ins for TensorRT's package, whose engines run in ONNX Runtime, and for CUDA. The
 stand-in refuses what TensorRT refuses, and overwrites its working memory."""
 
 import ctypes
@@ -18,10 +18,10 @@ from fake_cudart import ALIGNMENT, FakeCudart
 from generations import PROMPTS, alone, exits, facts, together, tokens_of
 from tiny_engines import TinyLlama
 
-from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo, Profile
-from tide_export.bundle.file_names import ENGINES_FOLDER, engine_file
+from tide_export.bundle.file_names import PLANS_FOLDER, plan_file
 from tide_export.bundle.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import PlansInfo, PluginsInfo, Profile
 from tide_export.bundle.profiles import profiles_for
 from tide_export.bundle.store import write_manifest
 from tide_export.common.version import __version__
@@ -210,12 +210,12 @@ def built(tiny_llama: TinyLlama, library: Library, tmp_path: Path) -> Path:
     """A tiny Llama's bundle with engines."""
     folder = tmp_path / "bundle"
     shutil.copytree(tiny_llama.exact, folder)
-    (folder / ENGINES_FOLDER).mkdir()
+    (folder / PLANS_FOLDER).mkdir()
     for name in library.engines:
-        (folder / engine_file(name)).write_bytes(name.encode())
+        (folder / plan_file(name)).write_bytes(name.encode())
     manifest = open_bundle(folder).manifest
     profiles = profiles_for(manifest.networks)
-    engines = EnginesInfo("tensorrt", library.__version__, ("8.9",), manifest.model.weights_sha256, profiles, 1.0)
+    engines = PlansInfo("tensorrt", library.__version__, ("8.9",), manifest.model.weights_sha256, profiles, 1.0)
     write_manifest(folder, replace(manifest, engines=engines))
     return folder
 

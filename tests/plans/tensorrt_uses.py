@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "tide_export"
 MODULE = "module"
 # Of each source: objects by their names, and the classes they may be of.
 OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "engines/worker.py": {
+    "plans/worker.py": {
         "trt": (MODULE,),
         "config": ("IBuilderConfig",),
         "network": ("INetworkDefinition",),
@@ -27,19 +27,19 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "tensor": ("ITensor",),
         "weights": ("Weights",),
     },
-    "engines/build.py": {"library": (MODULE,)},
-    "runtime/tensorrt/engines.py": {
+    "plans/build.py": {"library": (MODULE,)},
+    "runtime/tensorrt/plans.py": {
         "library": (MODULE,),
         "self._library": (MODULE,),
         "self._runtime": ("Runtime",),
-        "engine": ("ICudaEngine",),
-        "self._engine": ("ICudaEngine",),
+        "plan": ("ICudaEngine",),
+        "self._plan": ("ICudaEngine",),
         "context": ("IExecutionContext",),
     },
     "runtime/tensorrt/flavours.py": {
         "library": (MODULE,),
         "runtime": ("Runtime",),
-        "engine": ("ICudaEngine",),
+        "plan": ("ICudaEngine",),
         "context": ("IExecutionContext",),
         "config": ("IRuntimeConfig",),
     },

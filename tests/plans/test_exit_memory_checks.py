@@ -14,13 +14,13 @@ from tide_export.bundle.file_names import ROUTERS_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
-from tide_export.engines import build, exit_memory
-from tide_export.engines import rebuild as rebuilding
-from tide_export.engines.exit_memory import ExitSizes, check_exit_memory, router_file_sizes, warn_of_exit_memory
 from tide_export.errors import BuildError, BundleError
 from tide_export.names.operators import OP_EXIT
 from tide_export.pipeline import preflight, request
 from tide_export.pipeline.flow import export
+from tide_export.plans import build, exit_memory
+from tide_export.plans import rebuild as rebuilding
+from tide_export.plans.exit_memory import ExitSizes, check_exit_memory, router_file_sizes, warn_of_exit_memory
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.tensorrt import gpu
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
@@ -91,7 +91,7 @@ def test_what_runs_on_some_gpus_is_a_warning(caplog: pytest.LogCaptureFixture) -
     assert not caplog.messages
     warn_of_exit_memory(LARGE)
     assert caplog.messages == [
-        "on GPUs of compute capability 12.0, 12.1 engines cannot hold the plugin TideExit, which needs up to 109 KiB "
+        "on GPUs of compute capability 12.0, 12.1 plans cannot hold the plugin TideExit, which needs up to 109 KiB "
         "of shared memory in each block with these routers: calibrate routers with router_shortlist 3516 at most, or "
         "build without it (--plugins none)"
     ]
@@ -189,11 +189,11 @@ def test_export_refuses_before_it_calibrates(
         export(str(demo_model), tmp_path / "out", targets=("tensorrt",), routers=routers)
 
 
-def test_export_without_engines_warns_unless_told_to_do_without(monkeypatch, caplog) -> None:
+def test_export_without_plans_warns_unless_told_to_do_without(monkeypatch, caplog) -> None:
     checked = preflight._check_plugin
     asked = SimpleNamespace(engines=False, plugins=None, plugin_library=None)
     checked(asked, LARGE)
-    assert "on GPUs of compute capability 12.0, 12.1 engines cannot hold the plugin TideExit" in caplog.text
+    assert "on GPUs of compute capability 12.0, 12.1 plans cannot hold the plugin TideExit" in caplog.text
     caplog.clear()
     asked.plugins = "none"
     checked(asked, LARGE)

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tide_export.bundle.engine_fields import EnginesInfo, Profile
-from tide_export.bundle.file_names import ENGINES_FOLDER, engine_file
+from tide_export.bundle.file_names import PLANS_FOLDER, plan_file
 from tide_export.bundle.network_spec import BATCH, TOKENS, of_network, specs
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.plan_fields import PlansInfo, Profile
 from tide_export.bundle.profiles import profiles_for
 from tide_export.bundle.store import write_manifest
 from tide_export.names.networks import segment_name
@@ -24,11 +24,11 @@ def with_engines(
     manifest = open_bundle(folder).manifest
     info = manifest.networks
     assert info is not None
-    (folder / ENGINES_FOLDER).mkdir()
+    (folder / PLANS_FOLDER).mkdir()
     for name in specs(manifest, info):
         write_engine(folder, name, wrong if name == segment_name(1) else "", profiles)
     built_for = ("8.9",) if flavour == "tensorrt" else ()
-    engines = EnginesInfo(flavour, version, built_for, manifest.model.weights_sha256, profiles_for(info), 12.5)
+    engines = PlansInfo(flavour, version, built_for, manifest.model.weights_sha256, profiles_for(info), 12.5)
     write_manifest(folder, replace(manifest, engines=engines))
     return folder
 
@@ -45,7 +45,7 @@ def write_engine(bundle: Path, name: str, wrong: str = "", profiles: tuple[Profi
     for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
         for key, tensor in tensors.items():
             lines.append(f"{kind} {key} {tensor.dtype} {' '.join(str(SIZES.get(d, d)) for d in tensor.shape)}")
-    (bundle / engine_file(name)).write_text("\n".join(lines) + "\n")
+    (bundle / plan_file(name)).write_text("\n".join(lines) + "\n")
 
 
 def change(bundle: Path, **changes: Any) -> None:
@@ -57,7 +57,7 @@ def change(bundle: Path, **changes: Any) -> None:
 
 def with_header(bundle: Path, header: str) -> None:
     """Gives the engine of segment 1 another header; an empty one is all there is."""
-    manifest, file = open_bundle(bundle, verify=False).manifest, bundle / engine_file(segment_name(1))
+    manifest, file = open_bundle(bundle, verify=False).manifest, bundle / plan_file(segment_name(1))
     lines = file.read_text().splitlines()[1:] if header else []
     file.write_text("\n".join([header, *lines]))
     write_manifest(bundle, manifest)

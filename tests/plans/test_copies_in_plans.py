@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from tide_export.bundle.network_spec import NetworkSpec, Tensor
-from tide_export.engines.build import _copied_bytes
-from tide_export.engines.worker import BuildLog
+from tide_export.plans.build import _copied_bytes
+from tide_export.plans.worker import BuildLog
 from tide_export.runtime.tensorrt.flavours import TENSORRT, warn_of_copies
 
 ALIASES = {"present.0.key": "past_key_values.0.key", "new_exit_states": "exit_states"}

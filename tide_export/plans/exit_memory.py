@@ -1,7 +1,7 @@
 """Checks that a GPU has enough shared memory for the plugin TideExit with the sizes of some routers.
 
 The networks fix the sizes. A block that asks for more than its GPU has fails in every run, although TensorRT builds the
-engine. So such routers are refused before engines are built, or before they are calibrated.
+plan. So such routers are refused before plans are built, or before they are calibrated.
 """
 
 import json
@@ -129,7 +129,7 @@ def check_exit_memory(sizes: ExitSizes) -> None:
 
 
 def warn_of_exit_memory(sizes: ExitSizes) -> None:
-    """Warns of GPUs on which the plugin could not run, for a bundle whose engines are built elsewhere."""
+    """Warns of GPUs on which the plugin could not run, for a bundle whose plans are built elsewhere."""
 
     def runs_on(sizes: ExitSizes, capability: tuple[int, int]) -> bool:
         return needed(sizes, capability) <= LIMITS[capability] * 1024
@@ -137,7 +137,7 @@ def warn_of_exit_memory(sizes: ExitSizes) -> None:
     without = [capability for capability in LIMITS if not runs_on(sizes, capability)]
     if without:
         logger.warning(
-            "on GPUs of compute capability %s engines cannot hold the plugin %s, which needs up to %d KiB "
+            "on GPUs of compute capability %s plans cannot hold the plugin %s, which needs up to %d KiB "
             "of shared memory in each block with these routers: %s",
             ", ".join(map(_name, without)),
             OP_EXIT,

@@ -1,8 +1,8 @@
-"""Builds a bundle's engines: every segment network and the head, by TensorRT or TensorRT for RTX.
+"""Builds a bundle's plans: every segment network and the head, by TensorRT or TensorRT for RTX.
 
 Called by `pipeline.flow.export` on the folder a bundle is written into, and by `rebuild` on a copy of one, so that a
-bundle gets all its engines or none. `worker` builds in a separate process; this module writes its job, shows its
-progress, reports its errors, and checks that the engines have what the runtime will bind.
+bundle gets all its plans or none. `worker` builds in a separate process; this module writes its job, shows its
+progress, reports its errors, and checks that the plans have what the runtime will bind.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tide_export.bundle.engine_fields import FP8, BuiltEngine, EnginesInfo, PluginsInfo, Profile
-from tide_export.bundle.file_names import ENGINES_FOLDER, ROUTERS_FILE, engine_file, network_file
+from tide_export.bundle.file_names import PLANS_FOLDER, ROUTERS_FILE, network_file, plan_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
+from tide_export.bundle.plan_fields import FP8, BuiltPlan, PlansInfo, PluginsInfo, Profile
 from tide_export.bundle.profiles import profiles_for
 from tide_export.common.files import user_cache
 from tide_export.common.formatting import size
 from tide_export.common.progress import stage
-from tide_export.engines.exit_memory import check_exit_memory, router_file_sizes
 from tide_export.errors import BuildError
 from tide_export.names import segment_networks as names
 from tide_export.names.operators import OP_EXIT
+from tide_export.plans.exit_memory import check_exit_memory, router_file_sizes
 from tide_export.runtime.tensorrt.flavours import FP8_CAPABILITY, Flavour, built_for, import_library, warn_of_copies
 from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
@@ -38,8 +38,8 @@ from tide_export.runtime.tensorrt.plugins import PluginLibrary
 logger = logging.getLogger("tide_export")
 
 LOG_LINES = 3  # of a failed builder, quoted in the error
-WORKER = ("-m", "tide_export.engines.worker")
-MAX_WEIGHTS_GROWTH = 1.1  # GPU memory of an engine's weights over the bytes of its network's constants ...
+WORKER = ("-m", "tide_export.plans.worker")
+MAX_WEIGHTS_GROWTH = 1.1  # GPU memory of a plan's weights over the bytes of its network's constants ...
 SMALL_BYTES = 1 << 20  # ... for networks with more than a few of them
 
 
@@ -52,7 +52,7 @@ def require_builder(flavour: Flavour) -> str:
     """
     library = import_library(flavour)
     if importlib.util.find_spec("polygraphy") is None:
-        raise BuildError(f"building engines needs Polygraphy: pip install tide_export[{flavour.extra}]")
+        raise BuildError(f"building plans needs Polygraphy: pip install tide_export[{flavour.extra}]")
     if not flavour.builds_without_gpu and compute_capability() is None:
         raise BuildError(
             f"{flavour.title} builds for the GPU it finds and there is none here: run `tide-export build` on a machine "
@@ -62,10 +62,10 @@ def require_builder(flavour: Flavour) -> str:
 
 
 def check_matrices(flavour: Flavour, matrices: str | None) -> None:
-    """Checks that engines with `matrices` can be built here; call `require_builder` first.
+    """Checks that plans with `matrices` can be built here; call `require_builder` first.
 
     Raises:
-        BuildError: they are FP8, and the GPU that the engines are for has none.
+        BuildError: they are FP8, and the GPU that the plans are for has none.
     """
     if matrices == FP8 and not built_for(flavour, compute_capability(), fp8=True):
         raise BuildError(
@@ -74,24 +74,22 @@ def check_matrices(flavour: Flavour, matrices: str | None) -> None:
         )
 
 
-def build_engines(
-    folder: Path, manifest: Manifest, flavour: Flavour, plugins: PluginLibrary | None = None
-) -> EnginesInfo:
-    """Builds an engine from every network in `folder` and writes it to `folder`/engines.
+def build_plans(folder: Path, manifest: Manifest, flavour: Flavour, plugins: PluginLibrary | None = None) -> PlansInfo:
+    """Builds a plan from every network in `folder` and writes it to `folder`/engines.
 
     Args:
         manifest: manifest of the unfinished bundle, with `networks`; its files need not be listed yet.
         plugins: library from `plugins_to_build_with`, used instead of the networks' functions.
 
     Raises:
-        BuildError: an engine could not be built, the builder crashed (the message has its last log lines), or the
+        BuildError: a plan could not be built, the builder crashed (the message has its last log lines), or the
             plugins cannot run on this GPU.
         BundleError: the file of routers cannot be read.
         ProviderError: the library is not installed.
     """
     version, info = require_builder(flavour), manifest.networks
     if info is None:
-        raise BuildError("the bundle holds no segment networks to build engines from: export it for that target")
+        raise BuildError("the bundle holds no segment networks to build plans from: export it for that target")
     check_matrices(flavour, info.matrices)
     sizes = None if plugins is None else router_file_sizes(folder / ROUTERS_FILE)
     if sizes is not None:
@@ -99,13 +97,13 @@ def build_engines(
     capabilities = built_for(flavour, compute_capability(), fp8=info.matrices == FP8)
     expected = specs(manifest, info)
     profiles = profiles_for(info)
-    (folder / ENGINES_FOLDER).mkdir()
+    (folder / PLANS_FOLDER).mkdir()
     job = {
         "networks": [
             {
                 "name": name,
                 "source": str(folder / network_file(name)),
-                "engine": str(folder / engine_file(name)),
+                "plan": str(folder / plan_file(name)),
                 "profiles": [shapes(spec, profile) for profile in of_network(name, profiles, info)],
                 "reads_nan": names.LOGITS in spec.inputs,
                 "aliases": aliases(spec),
@@ -120,18 +118,18 @@ def build_engines(
     if plugins is not None:
         logger.info("building with the plugins of '%s'", plugins.path)
     started = time.perf_counter()
-    with stage(f"building {len(expected)} engines with {flavour.title} {version}", total=len(expected)) as advance:
+    with stage(f"building {len(expected)} plans with {flavour.title} {version}", total=len(expected)) as advance:
         built = run_worker(job, flavour, version, advance)
     for name, spec in expected.items():
         _check_built(name, spec, built[name], len(of_network(name, profiles, info)))
     seconds = time.perf_counter() - started
     weights = manifest.model.weights_sha256
     used = None if plugins is None else _plugins_used(plugins, expected, built)
-    found = {name: _built_engine(event) for name, event in built.items()}
+    found = {name: _built_plan(event) for name, event in built.items()}
     _warn(flavour, found, {name: event["constants"] for name, event in built.items()})
     copied = {name: _copied_bytes(expected[name], event["copied"]) for name, event in built.items() if event["copied"]}
     warn_of_copies(flavour, copied)
-    return EnginesInfo(
+    return PlansInfo(
         *(flavour.name, version, capabilities, weights, profiles, round(seconds, 1), used, found), copied or None
     )
 
@@ -141,28 +139,28 @@ def _copied_bytes(spec: NetworkSpec, copied: Mapping[str, int]) -> int:
     return sum(spec.outputs[output].size() * count for output, count in copied.items())
 
 
-def _built_engine(event: Mapping[str, Any]) -> BuiltEngine:
+def _built_plan(event: Mapping[str, Any]) -> BuiltPlan:
     """Returns the builder's report; every profile has separate kernels."""
     fused = min(event["attentions"], event["fused_attention_kernels"] // event["profiles"])
-    return BuiltEngine(event["weights_bytes"], event["activation_bytes"], event["layers"], event["attentions"], fused)
+    return BuiltPlan(event["weights_bytes"], event["activation_bytes"], event["layers"], event["attentions"], fused)
 
 
-def _warn(flavour: Flavour, built: Mapping[str, BuiltEngine], constants: Mapping[str, int]) -> None:
-    """Logs warnings for engines that hold more weights than their networks, or slower attention.
+def _warn(flavour: Flavour, built: Mapping[str, BuiltPlan], constants: Mapping[str, int]) -> None:
+    """Logs warnings for plans that hold more weights than their networks, or slower attention.
 
     Args:
         constants: network name -> bytes of its constants.
     """
-    for name, engine in built.items():
-        if engine.weights_bytes > MAX_WEIGHTS_GROWTH * constants[name] + SMALL_BYTES:
+    for name, plan in built.items():
+        if plan.weights_bytes > MAX_WEIGHTS_GROWTH * constants[name] + SMALL_BYTES:
             logger.warning(
                 "%s stores the weights of %s in %s of GPU memory, %.1f times their size: a profile has its own copy",
                 flavour.title,
                 name,
-                size(engine.weights_bytes),
-                engine.weights_bytes / max(1, constants[name]),
+                size(plan.weights_bytes),
+                plan.weights_bytes / max(1, constants[name]),
             )
-    decomposed = [name for name, engine in built.items() if engine.fused_attention_layers < engine.attention_layers]
+    decomposed = [name for name, plan in built.items() if plan.fused_attention_layers < plan.attention_layers]
     if decomposed:
         logger.warning(
             "%s has no fused attention for %s and uses several kernels instead: fp16 and bf16 may have one",
@@ -174,7 +172,7 @@ def _warn(flavour: Flavour, built: Mapping[str, BuiltEngine], constants: Mapping
 def _plugins_used(
     plugins: PluginLibrary, expected: Mapping[str, NetworkSpec], built: Mapping[str, Mapping[str, Any]]
 ) -> PluginsInfo | None:
-    """Returns the engines that hold plugins, all with a router; None if the model has no router.
+    """Returns the plans that hold plugins, all with a router; None if the model has no router.
 
     Raises:
         BuildError: TensorRT built a function's body instead of the plugin.
@@ -281,7 +279,7 @@ def run_worker(
 
 
 def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any], profiles: int) -> None:
-    """Checks that an engine has the tensors, in-place buffers and profiles that the runtime binds.
+    """Checks that a plan has the tensors, in-place buffers and profiles that the runtime binds.
 
     Raises:
         BuildError: it has not; the message names the difference.

@@ -1,7 +1,7 @@
-"""`tide-export build`: builds a bundle's engines for this machine's GPU and versions.
+"""`tide-export build`: builds a bundle's plans for this machine's GPU and versions.
 
 Needs only the flavour's extra, no PyTorch: a bundle can be exported on one machine and built on the one that runs it.
-The bundle is replaced in one step when all engines are built; its other files are hard-linked.
+The bundle is replaced in one step when all plans are built; its other files are hard-linked.
 """
 
 import os
@@ -9,12 +9,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from tide_export.bundle.file_names import ENGINES_FOLDER
+from tide_export.bundle.file_names import PLANS_FOLDER
 from tide_export.bundle.opened import Bundle, BundleFile, open_bundle
 from tide_export.bundle.profiles import check_batch_size, with_batch_size
 from tide_export.bundle.store import write_manifest, writing_bundle
-from tide_export.engines.build import build_engines, require_builder
 from tide_export.errors import BuildError
+from tide_export.plans.build import build_plans, require_builder
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.plugins import plugins_to_build_with
 
@@ -25,7 +25,7 @@ def rebuild(
     plugins: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
 ) -> Bundle:
-    """Builds engines into `bundle`, in place of those it has.
+    """Builds plans into `bundle`, in place of those it has.
 
     Args:
         target: tensorrt or tensorrt-rtx; None: the bundle's target.
@@ -35,7 +35,7 @@ def rebuild(
     Raises:
         BundleError: the path is not a bundle, is damaged, or another process is writing it.
         BuildError: the bundle holds no segment networks, they take one sequence and `batch_size` is above 1, or an
-            engine could not be built; the bundle is unchanged.
+            plan could not be built; the bundle is unchanged.
         ProviderError: the library is not installed, or the plugin library is missing or does not fit.
         ConfigError: plugins are given for tensorrt-rtx, which takes none, or the batch size is invalid.
     """
@@ -60,11 +60,11 @@ def rebuild(
     library = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before anything is copied
     with writing_bundle(opened.path, overwrite=True) as folder:
         for file in manifest.files:
-            if Path(file).parts[0] != ENGINES_FOLDER:
+            if Path(file).parts[0] != PLANS_FOLDER:
                 _link_or_copy(opened.file(file), folder / file)
         others = [entry for entry in manifest.targets if entry not in FLAVOURS]
-        engines = build_engines(folder, manifest, flavour, library)
-        write_manifest(folder, replace(manifest, targets=(*others, name), engines=engines))
+        plans = build_plans(folder, manifest, flavour, library)
+        write_manifest(folder, replace(manifest, targets=(*others, name), engines=plans))
     return open_bundle(opened.path, verify=False)
 
 

@@ -1,14 +1,14 @@
-"""Writes the `trtexec` commands that build a bundle's engines as `tide-export build` does."""
+"""Writes the `trtexec` commands that build a bundle's plans as `tide-export build` does."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tide_export.bundle.file_names import engine_file, network_file
+from tide_export.bundle.file_names import network_file, plan_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.network_spec import of_network, specs
 from tide_export.bundle.profiles import profiles_for
-from tide_export.engines.build import shapes
 from tide_export.errors import BundleError
+from tide_export.plans.build import shapes
 
 # Attention without a fused kernel, as in float32, is decomposed; TensorFloat-32 would round float32 matmuls.
 OPTIONS = ("--noTF32", "--decomposableAttentions=*", "--profilingVerbosity=detailed", "--skipInference")
@@ -29,7 +29,7 @@ def trtexec_lines(manifest: Manifest, source: str) -> list[str]:
         raise BundleError(f"bundle '{source}' holds no segment networks: export it with --target tensorrt")
     profiles, lines = profiles_for(info), []
     for name, spec in specs(manifest, info).items():
-        parts = [f"--onnx={network_file(name)}", f"--saveEngine={engine_file(name)}", *OPTIONS]
+        parts = [f"--onnx={network_file(name)}", f"--saveEngine={plan_file(name)}", *OPTIONS]
         for index, profile in enumerate(of_network(name, profiles, info)):
             parts += [f"--profile={index}", *_shape_options(shapes(spec, profile))]
         lines.append(shlex.join(["trtexec", *parts]))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tide_export.bundle.opened import Bundle
-from tide_export.engines.rebuild import rebuild
 from tide_export.errors import ProviderError
+from tide_export.plans.rebuild import rebuild
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, import_library
 from tide_export.runtime.tensorrt.gpu import compute_capability

@@ -1,4 +1,4 @@
-"""The fields `networks` and `engines` of `tide.json`: segment networks and engines built from them."""
+"""The fields `networks` and `engines` of `tide.json`: segment networks and plans built from them."""
 
 from dataclasses import dataclass
 
@@ -48,16 +48,16 @@ class Profile:
 
 @dataclass(frozen=True)
 class PluginsInfo:
-    """The plugin library that engines were built with, and the engines that hold its plugins."""
+    """The plugin library that plans were built with, and the plans that hold its plugins."""
 
-    version: str  # release of tide_export; engines are loaded with that release's library alone
+    version: str  # release of tide_export; plans are loaded with that release's library alone
     sha256: str  # of the library's file
     engines: tuple[str, ...]  # their names: segment_00, ...
 
 
 @dataclass(frozen=True)
-class BuiltEngine:
-    """The builder's report on one engine."""
+class BuiltPlan:
+    """The builder's report on one plan."""
 
     weights_bytes: int  # of GPU memory
     activation_bytes: int  # of working memory, of the profile that takes most
@@ -67,17 +67,17 @@ class BuiltEngine:
 
 
 @dataclass(frozen=True)
-class EnginesInfo:
-    """The engines that were built from those networks."""
+class PlansInfo:
+    """The plans that were built from those networks."""
 
     flavour: str  # tensorrt or tensorrt-rtx
-    version: str  # of that library; engines run on no other
+    version: str  # of that library; plans run on no other
     compute_capabilities: tuple[str, ...]  # of the GPUs they run on, such as "8.9"; empty: the flavour's
     weights_sha256: str  # of the source model, as `model.weights_sha256`
     profiles: tuple[Profile, ...]
     seconds: float  # that building took
     plugins: PluginsInfo | None = None  # None: the networks' functions were built
-    built: dict[str, BuiltEngine] | None = None  # by network; None, and then not written: of an earlier release
+    built: dict[str, BuiltPlan] | None = None  # by network; None, and then not written: of an earlier release
     # By network: bytes of buffers, which are to be updated in place, that a run over one sequence copies; None, and
     # then not written: no network's.
     copied: dict[str, int] | None = None

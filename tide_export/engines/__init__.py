@@ -1,1 +1,0 @@
-"""Builds TensorRT engines from the segment networks of a bundle."""

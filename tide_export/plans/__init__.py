@@ -1,0 +1,1 @@
+"""Builds TensorRT plans from the segment networks of a bundle."""
