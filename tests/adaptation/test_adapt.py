@@ -232,7 +232,7 @@ def test_the_gradient_is_that_of_the_loss_as_a_whole(model: Path) -> None:
     (loss / 15).backward()
     wanted = [parameter.grad.clone() for parameter in source.model.parameters()]
     source.model.zero_grad()
-    states, original = source.structure.captured([1, 3, LAYERS]), teacher.raw_states(ids, [LAYERS])[LAYERS]
+    states, original = source.structure.captured([1, 3, LAYERS]), teacher.raw_hidden(ids, [LAYERS])[LAYERS]
     with states as raw:
         source.model(ids)
     accumulate_gradients(source, raw, (teacher, original), Batch(ids, lengths), chosen, settings, 15)
@@ -262,7 +262,7 @@ def test_dropped_layers_pass_their_sequences_unchanged(model: Path) -> None:
     source = wrap_model(LlamaForCausalLM.from_pretrained(model, dtype=torch.float32), "tiny")
     ids = torch.randint(1, 4096, (8, 5))
     with dropped_layers(source.structure, [0.0, 0.5, 0.0, 0.0], 8, torch.Generator().manual_seed(0)):
-        states = source.raw_states(ids, [1, 2])
+        states = source.raw_hidden(ids, [1, 2])
     same = [bool(torch.equal(a, b)) for a, b in zip(states[1], states[2], strict=True)]
     assert same == (torch.rand(8, generator=_after(0, 8)) < 0.5).tolist()
     assert 0 < sum(same) < 8

@@ -16,7 +16,7 @@ from pathlib import Path
 import accelerate  # noqa: F401  (once, and not in each process)
 import numpy as np
 
-from tide_export.calibration import state_store as store
+from tide_export.calibration import hidden_store as store
 from tide_export.calibration.collect import collect
 from tide_export.calibration.config import TideConfig
 from tide_export.data.sequences import TokenSequence

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tide_export.calibration import state_store as store
+from tide_export.calibration import hidden_store as store
 from tide_export.calibration.collect import collect
 from tide_export.calibration.config import TideConfig
 from tide_export.data.sequences import TokenSequence
@@ -138,14 +138,14 @@ def test_only_kept_states_leave_the_pass(demo, sequences, monkeypatch):
     monkeypatch.setattr(type(demo), "head", lambda *_: pytest.fail("the head ran"))
     monkeypatch.setattr(type(demo), "normalize", lambda *_: pytest.fail("the norm ran"))
     rows = []
-    raw_states = type(demo).raw_states
+    raw_hidden = type(demo).raw_hidden
 
     def spy(*args):
-        states = raw_states(*args)
+        states = raw_hidden(*args)
         rows.append(len(states[12]))
         return states
 
-    monkeypatch.setattr(type(demo), "raw_states", spy)
+    monkeypatch.setattr(type(demo), "raw_hidden", spy)
     collect(demo, sequences, LAYERS, config(), 64, "test")
     assert sum(rows) == 64
 

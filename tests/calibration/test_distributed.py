@@ -99,8 +99,8 @@ def test_one_dies_the_other_ends_and_the_rest_is_resumed(expected, demo, tmp_pat
     batches = len(np.load(tmp_path / "cache" / "done.npy"))
     left = batches - batches // 2 - batches % 2 - 2  # process 0 did its half, process 1 did two
     passes = []
-    raw_states = type(demo).raw_states
-    monkeypatch.setattr(type(demo), "raw_states", lambda *args: passes.append(1) or raw_states(*args))
+    raw_hidden = type(demo).raw_hidden
+    monkeypatch.setattr(type(demo), "raw_hidden", lambda *args: passes.append(1) or raw_hidden(*args))
     same(collecting.arrays(collecting.sample_of(demo, tmp_path / "cache")), expected)
     assert 0 < left == len(passes) < batches
     same(collecting.arrays(collecting.sample_of(demo, tmp_path / "cache")), expected)

@@ -115,7 +115,10 @@ def test_one_that_gets_worse_is_not_used_and_said(demo, text, caplog):
     assert lenses == {}
     assert (reports[4]["used"], reports[4]["reason"]) == (False, "is worse than none")
     assert reports[4]["kl_after"] == reports[4]["kl_before"]
-    assert "the lens at checkpoint 4 is worse than none on held-out text: states exit unchanged there" in caplog.text
+    assert (
+        "the lens at checkpoint 4 is worse than none on held-out text: hidden states exit unchanged there"
+        in caplog.text
+    )
 
 
 def test_one_that_diverges_is_not_used_and_said_while_the_others_go_on(demo, text, caplog, monkeypatch):
@@ -147,7 +150,7 @@ def test_auto_uses_one_only_where_it_saves_more_than_it_costs(demo, text, fitted
     assert lenses == {}
     assert {report["reason"] for report in reports.values()} == {module.COSTS_MORE}
     assert reports[4]["tokens"] < 0.6 * fitted[1][4]["tokens"]  # given up early
-    assert "exits use the model's own states" in caplog.text
+    assert "exits use the model's own hidden states" in caplog.text
 
 
 def test_a_killed_run_resumes_to_the_same_lenses_whatever_the_global_generator(
@@ -155,7 +158,7 @@ def test_a_killed_run_resumes_to_the_same_lenses_whatever_the_global_generator(
 ):
     monkeypatch.setattr(lens_snapshot, "SAVE_SECONDS", 0.0)
     passes = []
-    run = type(demo).raw_states
+    run = type(demo).raw_hidden
 
     def dies(*arguments):
         passes.append(1)
@@ -165,7 +168,7 @@ def test_a_killed_run_resumes_to_the_same_lenses_whatever_the_global_generator(
 
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    monkeypatch.setattr(type(demo), "raw_states", dies)
+    monkeypatch.setattr(type(demo), "raw_hidden", dies)
     with pytest.raises(KeyboardInterrupt):
         fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)
     lenses, reports = fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)

@@ -7,7 +7,7 @@ import torch
 
 from tide_export.calibration import fit_router as fit
 from tide_export.calibration.config import TideConfig
-from tide_export.calibration.fit_router import LabelledStates, assess, fit_router
+from tide_export.calibration.fit_router import LabelledHidden, assess, fit_router
 from tide_export.errors import CalibrationError
 from tide_export.routers.router import Router
 
@@ -23,7 +23,7 @@ def toy(tokens, seed, scale=1.0, noise=0.0):
     y = x[:, 0] * x[:, 1] > 0
     lots = torch.rand(tokens, generator=generator) < noise
     y = torch.where(lots, torch.rand(tokens, generator=generator) < 0.5, y)
-    return LabelledStates(x * scale, y)
+    return LabelledHidden(x * scale, y)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
@@ -90,7 +90,7 @@ def test_router_is_frozen():
 @pytest.mark.parametrize("truth", [False, True])
 def test_labels_of_one_class(truth):
     train, validation = (
-        LabelledStates(toy(n, seed).features, torch.full((n,), truth)) for n, seed in ((30000, 0), (1000, 1))
+        LabelledHidden(toy(n, seed).features, torch.full((n,), truth)) for n, seed in ((30000, 0), (1000, 1))
     )
     report = fit_router(train, validation, config(router_learning_rate=1e-2), 4).report
     assert report["positive_rate"] == truth
@@ -108,7 +108,7 @@ def test_report_against_a_count_by_hand():
         router.down.weight.fill_(1.0)
         router.up.weight.fill_(1.0)
     x = torch.tensor([[4.0], [3.0], [1.0], [-0.5], [2.9]])  # scores .98 .95 .68 .45 .94
-    report = assess(router, LabelledStates(x, torch.tensor([True, True, False, True, False])), threshold=0.85)
+    report = assess(router, LabelledHidden(x, torch.tensor([True, True, False, True, False])), threshold=0.85)
     assert report["tokens"] == 5
     assert report["positive_rate"] == pytest.approx(0.6)
     assert report["exit_rate"] == pytest.approx(0.6)
@@ -120,7 +120,7 @@ def test_report_against_a_count_by_hand():
 
 def test_loss_that_is_no_number():
     known = toy(200, 0)
-    broken = LabelledStates(known.features * float("inf"), known.labels)
+    broken = LabelledHidden(known.features * float("inf"), known.labels)
     with pytest.raises(CalibrationError, match="checkpoint 4 cannot be fitted"):
         fit_router(broken, known, config(), 4)
 
@@ -138,11 +138,11 @@ def line_router(factor: float, shift: float) -> Router:
     return router.requires_grad_(False)
 
 
-def line(tokens: int, seed: int) -> LabelledStates:
+def line(tokens: int, seed: int) -> LabelledHidden:
     """States of one number x that may leave with probability sigmoid(x - 1)."""
     generator = torch.Generator().manual_seed(seed)
     x = 3 * torch.randn(tokens, 1, generator=generator)
-    return LabelledStates(x, torch.rand(tokens, generator=generator) < torch.sigmoid(x[:, 0] - 1))
+    return LabelledHidden(x, torch.rand(tokens, generator=generator) < torch.sigmoid(x[:, 0] - 1))
 
 
 @pytest.mark.parametrize(("factor", "shift"), [(8.0, 3.0), (0.05, 0.0), (1.0, -6.0)])
@@ -162,14 +162,14 @@ def test_scores_out_of_scale_become_probabilities(factor, shift):
 def test_scaling_leaves_a_router_alone_that_saw_one_class(truth):
     router = line_router(2.0, 1.0)
     before = {name: tensor.clone() for name, tensor in router.state_dict().items()}
-    fit._platt(router, LabelledStates(line(500, 0).features, torch.full((500,), truth)))
+    fit._platt(router, LabelledHidden(line(500, 0).features, torch.full((500,), truth)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in router.state_dict().items())
 
 
 def test_scaling_never_turns_a_router_round():
     """Where the scores are worse than none, every token gets the share that may leave, which at least is so."""
     router, known = line_router(1.0, 0.0), line(5000, 0)
-    turned = LabelledStates(known.features, ~known.labels)
+    turned = LabelledHidden(known.features, ~known.labels)
     fit._platt(router, turned)
     assert torch.allclose(router(turned.features), turned.labels.float().mean())
 
@@ -202,7 +202,7 @@ def test_class_balance_changes_the_fit_but_not_what_a_score_means():
     rare = toy(8000, 0, noise=0.5)
     keep = ~rare.labels | (torch.arange(8000) % 10 == 0)
     train, validation = (
-        LabelledStates(rare.features[keep][a:b], rare.labels[keep][a:b]) for a, b in ((0, 3000), (3000, -1))
+        LabelledHidden(rare.features[keep][a:b], rare.labels[keep][a:b]) for a, b in ((0, 3000), (3000, -1))
     )
     reports = [
         fit_router(train, validation, config(class_balance=balance, router_learning_rate=1e-2), 4).report
@@ -214,12 +214,12 @@ def test_class_balance_changes_the_fit_but_not_what_a_score_means():
         assert report["ece"] < 0.05
 
 
-def confident(tokens: int, seed: int, scale: float) -> LabelledStates:
+def confident(tokens: int, seed: int, scale: float) -> LabelledHidden:
     """States whose label is how far the best of 12 logits is ahead of the second: what a small MLP cannot compute."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, 24, generator=generator)
     best = (x @ HEAD.T).topk(2).values
-    return LabelledStates(x * scale, best[:, 0] - best[:, 1] > 2.0)
+    return LabelledHidden(x * scale, best[:, 0] - best[:, 1] > 2.0)
 
 
 HEAD = torch.randn(12, 24, generator=torch.Generator().manual_seed(9))

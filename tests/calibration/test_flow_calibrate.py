@@ -184,11 +184,11 @@ def test_a_cache_gives_the_same_routers_and_is_read_instead_of_running_the_model
     made, demo, tokenizer, tmp_path, monkeypatch
 ):
     runs = []
-    raw_states = type(demo).raw_states
+    raw_hidden = type(demo).raw_hidden
     monkeypatch.setattr(
         type(demo),
-        "raw_states",
-        lambda self, ids, layers, *more: runs.append(list(layers)) or raw_states(self, ids, layers, *more),
+        "raw_hidden",
+        lambda self, ids, layers, *more: runs.append(list(layers)) or raw_hidden(self, ids, layers, *more),
     )
     first = calibrate(demo, tokenizer, config(), tmp_path / "cache").routers
     assert [3, 9, 12] in runs

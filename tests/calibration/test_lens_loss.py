@@ -10,7 +10,7 @@ from tide_export.calibration.lens_loss import PartialHead, fast_dtype
 @pytest.fixture(scope="module")
 def states(demo, sequences):
     """Normalized states after 6 and after all layers, of some hundred tokens."""
-    raw = [demo.raw_states(torch.from_numpy(s.ids)[None].long(), [6, 12]) for s in sequences[:8]]
+    raw = [demo.raw_hidden(torch.from_numpy(s.ids)[None].long(), [6, 12]) for s in sequences[:8]]
     return tuple(demo.normalize(torch.cat([states[layers][0] for states in raw])) for layers in (6, 12))
 
 

@@ -21,7 +21,7 @@ def some_drafter(shape: Shape, tokens: int = 40, bias: bool = True) -> Drafter:
     return Drafter(
         shape,
         np.arange(tokens, dtype=np.int64) * 2,
-        random.standard_normal((tokens, shape.state)).astype(np.float32),
+        random.standard_normal((tokens, shape.hidden)).astype(np.float32),
         random.standard_normal(tokens).astype(np.float32) if bias else None,
         {name: array.astype(np.float32) for name, array in arrays.items()},
         (0.5,) * 8,

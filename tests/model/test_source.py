@@ -121,7 +121,7 @@ def test_early_heads_differ_from_the_full_model(source):
 def test_raw_states_without_logits_are_the_same(source):
     layers = [1, 3, source.num_layers]
     expected = source.run(IDS, layers).raw
-    found = source.raw_states(IDS, layers)
+    found = source.raw_hidden(IDS, layers)
     assert list(found) == layers
     assert all(torch.equal(found[count], expected[count]) for count in layers)
     assert source.run(IDS, []).logits.shape[1] == IDS.shape[1]  # and no hook stays behind
@@ -130,8 +130,8 @@ def test_raw_states_without_logits_are_the_same(source):
 def test_padding_on_the_right_changes_nothing(source):
     mask = torch.ones_like(IDS)
     mask[0, 6:] = 0
-    padded = source.raw_states(IDS * mask, [2, source.num_layers], mask)
-    alone = source.raw_states(IDS[:1, :6], [2, source.num_layers])
+    padded = source.raw_hidden(IDS * mask, [2, source.num_layers], mask)
+    alone = source.raw_hidden(IDS[:1, :6], [2, source.num_layers])
     for layers in (2, source.num_layers):
         assert torch.allclose(padded[layers][0, :6], alone[layers][0], atol=1e-5)
         assert torch.isfinite(padded[layers][mask.bool()]).all()
@@ -230,7 +230,7 @@ def test_offloaded_weights_change_nothing(tmp_path, placement, tied):
     mask = torch.ones_like(IDS)
     mask[0, 6:] = 0
     layers = [1, 2, 4]
-    expected, found = (s.raw_states(IDS, layers, mask, keep=lambda state: state[:, 2:6]) for s in (plain, source))
+    expected, found = (s.raw_hidden(IDS, layers, mask, keep=lambda state: state[:, 2:6]) for s in (plain, source))
     assert found[1].shape == (2, 4, 32)
     assert all(torch.equal(found[count], expected[count]) for count in layers)
     states = source.run(IDS, layers)

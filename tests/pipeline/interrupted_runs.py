@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tide_export.bundle.opened import open_bundle
-from tide_export.calibration import state_store
+from tide_export.calibration import hidden_store
 from tide_export.cli.main import main as command
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline import calibrate as calibration
@@ -198,7 +198,7 @@ def calibrate(given: Path, out: Path) -> Action:
     routers, report, cache = out / "r.safetensors", out / "r.html", out / "cache"
     source = load_model(model)
     calibration.load_model = lambda *_, **options: source
-    state_store.FLUSH_SECONDS = 0.0  # batches are marked done one by one
+    hidden_store.FLUSH_SECONDS = 0.0  # batches are marked done one by one
     empty = plots._bytes(Figure())
     plots._bytes = lambda figure: empty  # drawing a report takes seconds
     first: list[RouterSet] = []

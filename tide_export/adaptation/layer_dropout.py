@@ -26,11 +26,11 @@ def dropped_layers(
 
     def hook(skipped: torch.Tensor):
         def skip(_module, args, kwargs, output):
-            states = first_tensor(output)
+            hidden = first_tensor(output)
             before = args[0] if args else kwargs["hidden_states"]
             batch = 1 if structure.streams is not None and structure.stream_axis == 0 else 0
-            shape = [-1 if axis == batch else 1 for axis in range(states.ndim)]
-            mixed = torch.where(skipped.to(states.device).view(shape), before.to(states.dtype), states)
+            shape = [-1 if axis == batch else 1 for axis in range(hidden.ndim)]
+            mixed = torch.where(skipped.to(hidden.device).view(shape), before.to(hidden.dtype), hidden)
             return with_first_tensor(output, mixed)
 
         return skip

@@ -53,7 +53,7 @@ def exit_weights(exits: Sequence[int], num_layers: int, config: AdaptConfig) -> 
 
 def accumulate_gradients(
     source: SourceModel,
-    states: Mapping[int, torch.Tensor],
+    hidden: Mapping[int, torch.Tensor],
     original: tuple[SourceModel, torch.Tensor],
     batch: Batch,
     weights: Mapping[int, float],
@@ -64,11 +64,11 @@ def accumulate_gradients(
 
     Logits exist for one block of tokens and one depth at a time. The gradient of a cross entropy with respect to its
     logits (softmax minus target) is computed directly, which halves the passes over [n, V]; it is accumulated on the
-    states, and the layers' backward pass runs once.
+    hidden states, and the layers' backward pass runs once.
 
     Args:
-        states: layers -> raw states [B, S, D] with their graph, for every exit in `weights` and full depth.
-        original: the frozen model and its raw states after the last layer.
+        hidden: layers -> raw hidden states [B, S, D] with their graph, for every exit in `weights` and full depth.
+        original: the frozen model and its raw hidden states after the last layer.
         weights: layers -> weight of the exit's loss.
         tokens: tokens of the whole step, by which the sums of losses are divided.
 
@@ -77,13 +77,13 @@ def accumulate_gradients(
         depth's distribution; for full depth, the divergence from the original.
     """
     positions, labels = batch.positions(), batch.labels()
-    teacher, teacher_states = original[0], original[1].flatten(0, 1)[positions]
-    leaves = {layers: state.detach().flatten(0, 1)[positions].requires_grad_() for layers, state in states.items()}
-    sums = {layers: torch.zeros((), device=labels.device) for layers in states}
+    teacher, teacher_hidden = original[0], original[1].flatten(0, 1)[positions]
+    leaves = {layers: one.detach().flatten(0, 1)[positions].requires_grad_() for layers, one in hidden.items()}
+    sums = {layers: torch.zeros((), device=labels.device) for layers in hidden}
     distilled, learned = config.full_weight * (1 - config.label_share), config.full_weight * config.label_share
     for rows in blocks(source, len(positions)):
         with torch.no_grad():
-            original_log = _logits(teacher, teacher_states[rows]).log_softmax(-1)
+            original_log = _logits(teacher, teacher_hidden[rows]).log_softmax(-1)
         logits = _logits(source, leaves[source.num_layers][rows])
         log = logits.detach().log_softmax(-1)
         expected, target = original_log.exp(), log.exp()
@@ -100,14 +100,14 @@ def accumulate_gradients(
             sums[layers] -= torch.linalg.vecdot(target, log).sum()
             logits.backward(log.exp_().sub_(target).mul_(weight / tokens))
     gradients = []
-    for layers, state in states.items():
-        gradient = torch.zeros_like(state).flatten(0, 1)
+    for layers, one in hidden.items():
+        gradient = torch.zeros_like(one).flatten(0, 1)
         gradient[positions] = cast(torch.Tensor, leaves[layers].grad)
-        gradients.append(gradient.view_as(state))
-    torch.autograd.backward(list(states.values()), gradients)
+        gradients.append(gradient.view_as(one))
+    torch.autograd.backward(list(hidden.values()), gradients)
     return sums
 
 
 def _logits(source: SourceModel, raw: torch.Tensor) -> torch.Tensor:
-    """Computes float32 logits [n, V] of raw states [n, D]."""
+    """Computes float32 logits [n, V] of raw hidden states [n, D]."""
     return source.head(source.normalize(raw)[None])[0].float()

@@ -44,17 +44,17 @@ def measure(source: SourceModel, batches: Sequence[Batch]) -> Quality:
     nll, scored = 0.0, 0
     for batch in batches:
         positions, labels = batch.positions(), batch.labels()
-        raw = source.raw_states(batch.ids, range(1, depth + 1))
-        states = {layers: source.normalize(state.flatten(0, 1)[positions]) for layers, state in raw.items()}
+        raw = source.raw_hidden(batch.ids, range(1, depth + 1))
+        hidden = {layers: source.normalize(one.flatten(0, 1)[positions]) for layers, one in raw.items()}
         for rows in blocks(source, len(positions)):
-            full = predict(source, states[depth][rows])
+            full = predict(source, hidden[depth][rows])
             best, following = full.top1(), labels[rows].cpu()
             top1 += best.tolist()
             known = following >= 0
             nll += float(full.nll(following.clamp_min(0))[known].sum())
             scored += int(known.sum())
             for layers in range(1, depth):
-                agreeing[layers - 1] += predict(source, states[layers][rows]).agree(best).sum()
+                agreeing[layers - 1] += predict(source, hidden[layers][rows]).agree(best).sum()
             agreeing[depth - 1] += len(best)
     perplexity = math.exp(nll / max(1, scored)) if nll / max(1, scored) < 700 else math.inf
     return Quality(len(top1), perplexity, (agreeing / len(top1)).tolist(), top1)

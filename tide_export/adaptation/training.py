@@ -168,14 +168,14 @@ class Trainer:
         rates = skip_rates(depth, self.config.layer_dropout)
         with torch.autocast(source.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             with torch.no_grad(), original:
-                teacher_states = self.teacher.raw_states(part.ids, [depth])[depth]
+                teacher_hidden = self.teacher.raw_hidden(part.ids, [depth])[depth]
             with ExitStack() as hooks:
                 hooks.enter_context(dropped_layers(source.structure, rates, len(part.ids), generator))
-                states = hooks.enter_context(source.structure.captured([*weights, depth]))
+                hidden = hooks.enter_context(source.structure.captured([*weights, depth]))
                 hooks.enter_context(source.structure.last_position_only())
                 source.model(input_ids=part.ids, use_cache=False)
             return accumulate_gradients(
-                source, states, (self.teacher, teacher_states), part, weights, self.config, tokens
+                source, hidden, (self.teacher, teacher_hidden), part, weights, self.config, tokens
             )
 
     def _batch(self, step: int) -> Batch:

@@ -82,13 +82,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Convergence:
-    """Similarity of each layer's state to the last layer's, on a sample of tokens, without lenses.
+    """Similarity of each layer's hidden state to the last layer's, on a sample of tokens, without lenses.
 
     Attributes:
         layers: layers run, 1 .. num_layers.
         agreement: share of tokens whose top-1 is already the full model's.
-        kl: mean KL(full || head on this layer's normalized state), nats.
-        cosine: mean cosine similarity of the raw state with the last layer's.
+        kl: mean KL(full || head on this layer's normalized hidden state), nats.
+        cosine: mean cosine similarity of the raw hidden state with the last layer's.
         tokens: size of the sample.
     """
 

@@ -1,7 +1,7 @@
-"""Runs the model over sequences and keeps the raw states of a sample of their tokens.
+"""Runs the model over sequences and keeps the raw hidden states of a sample of their tokens.
 
-`sampling_plan` chooses the tokens, `state_store` holds their states, and several processes may share the work. Memory
-is kept tokens x layers x width floats, whatever the number of tokens read.
+`sampling_plan` chooses the tokens, `hidden_store` holds their hidden states, and several processes may share the work.
+Memory is kept tokens x layers x width floats, whatever the number of tokens read.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ import torch
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.fast_attention import fast_attention
+from tide_export.calibration.hidden_store import FolderStore, Store
 from tide_export.calibration.parallel import in_parallel
 from tide_export.calibration.sampling_plan import Batch, Plan
 from tide_export.calibration.split import Split
-from tide_export.calibration.state_store import FolderStore, Store
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
@@ -53,7 +53,7 @@ class Sample:
 def collect_splits(
     source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig, cache: Path | None
 ) -> dict[str, Sample]:
-    """Samples "train", "validation" and "test", with states at the checkpoints and after the last layer."""
+    """Samples "train", "validation" and "test", with hidden states at the checkpoints and after the last layer."""
     layers = [*checkpoints, source.num_layers]
     train, held_out = capacities(source, config, len(layers))
     parts = {"train": (split.train, train), "validation": (split.validation, held_out), "test": (split.test, held_out)}
@@ -71,9 +71,9 @@ def collect_splits(
     }
 
 
-def capacities(source: SourceModel, config: TideConfig, states: int) -> tuple[int, int]:
+def capacities(source: SourceModel, config: TideConfig, layers: int) -> tuple[int, int]:
     """Returns the maximum tokens kept of the training split, and of each other split."""
-    train = config.tokens_kept(source.hidden_size, states)
+    train = config.tokens_kept(source.hidden_size, layers)
     return train, max(1, round(train * HELD_OUT_RATIO))
 
 
@@ -87,7 +87,7 @@ def collect(
     title: str,
     folder: Path | None = None,
 ) -> Sample:
-    """Keeps the states of at most `capacity` tokens of `sequences` after each of `layers` layers.
+    """Keeps the hidden states of at most `capacity` tokens of `sequences` after each of `layers` layers.
 
     Processes started by a launcher share the work, and each returns the whole sample. The sample depends neither on
     their number nor on interruptions, except for rounding: on another device, version or number of threads torch sums
@@ -95,12 +95,12 @@ def collect(
 
     Args:
         title: title of the progress bar.
-        folder: folder of the states, a separate one for each call, created if missing. A killed run resumes from it,
-            and a complete one is only read. None: memory.
+        folder: folder of the hidden states, a separate one for each call, created if missing. A killed run resumes from
+            it, and a complete one is only read. None: memory.
 
     Raises:
-        CalibrationError: there is no token, a token id is outside the vocabulary, a kept state is not finite, the
-            folder cannot be used, or another process ended.
+        CalibrationError: there is no token, a token id is outside the vocabulary, a kept hidden state is not finite,
+            the folder cannot be used, or another process ended.
     """
     on_cpu = source.device.type == "cpu"
     plan = Plan.make(sequences, capacity, config.seed, config.calibration_batch, CPU_TOKENS if on_cpu else None)
@@ -118,9 +118,9 @@ def collect(
             return number, batch, _run(source, batch, layers)
 
         with processes.stage(title, float(plan.tokens[numbers].sum())) as advance:
-            for number, batch, states in in_parallel(source, run, numbers):
-                _check_finite(source, states)
-                store.put(number, batch.slots, states)
+            for number, batch, hidden in in_parallel(source, run, numbers):
+                _check_finite(source, hidden)
+                store.put(number, batch.slots, hidden)
                 advance(float(plan.tokens[number]))
         raw = store.finish()
     next_ids, documents, locations = map(torch.from_numpy, (plan.next_ids, plan.documents, plan.locations))
@@ -156,12 +156,12 @@ def _open_store(
 
 
 def _run(source: SourceModel, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Returns number of layers -> states [k, D] of the batch's k kept tokens, float32 on the CPU."""
+    """Returns number of layers -> hidden states [k, D] of the batch's k kept tokens, float32 on the CPU."""
 
-    def keep(state: torch.Tensor) -> torch.Tensor:
-        return state[batch.rows.to(state.device), batch.positions.to(state.device)].float().cpu()
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[batch.rows.to(hidden.device), batch.positions.to(hidden.device)].float().cpu()
 
-    return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
+    return source.raw_hidden(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
 
 
 def check_ids(source: SourceModel, sequences: Sequence[TokenSequence]) -> None:
@@ -178,9 +178,9 @@ def check_ids(source: SourceModel, sequences: Sequence[TokenSequence]) -> None:
         )
 
 
-def _check_finite(source: SourceModel, states: dict[int, torch.Tensor]) -> None:
-    for layers, state in sorted(states.items()):
-        if not bool(torch.isfinite(state).all()):
+def _check_finite(source: SourceModel, hidden: dict[int, torch.Tensor]) -> None:
+    for layers, one in sorted(hidden.items()):
+        if not bool(torch.isfinite(one).all()):
             raise CalibrationError(
                 f"model {source.name!r} gives NaN or infinity in its hidden state after layer {layers}: "
                 "no router can be fitted to it"

@@ -138,15 +138,15 @@ class TideConfig(Settings):
         """Returns the field `name` if it was set, `otherwise` if it has its default."""
         return getattr(self, name) if name in self.model_fields_set else otherwise
 
-    def tokens_kept(self, hidden_size: int, states: int) -> int:
-        """Returns how many tokens of the training split keep their `states` hidden states.
+    def tokens_kept(self, hidden_size: int, layers: int) -> int:
+        """Returns how many tokens of the training split keep their hidden states after `layers` layers.
 
         Each other split keeps a quarter of them.
         """
         if self.calibration_tokens_kept is not None:
             return self.calibration_tokens_kept
         # One checkpoint's exit states of all three splits are in memory too: 1.5 times those of the training split.
-        per_token = 4 * hidden_size * (states + 1) * 1.5
+        per_token = 4 * hidden_size * (layers + 1) * 1.5
         return max(64, int(self.calibration_memory * 2**30 / per_token))
 
     def resolve_checkpoints(self, num_layers: int) -> tuple[int, ...]:

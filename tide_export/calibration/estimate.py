@@ -92,24 +92,24 @@ class Costs:
         depth = source.num_layers
 
         def run(part: torch.Tensor) -> torch.Tensor:
-            return source.raw_states(part.to(source.device), [depth])[depth][0].float()
+            return source.raw_hidden(part.to(source.device), [depth])[depth][0].float()
 
         def choose(rows: slice) -> torch.Tensor:
             return predict(source, normalized[rows]).top1()
 
         with fast_attention(source, ids[0][0].tolist(), [depth]):
-            model, states = _timed(lambda: torch.cat(list(in_parallel(source, run, ids))))
-        normalized = source.normalize(states)
-        head, _ = _timed(lambda: list(in_parallel(source, choose, blocks(source, len(states)))))
+            model, hidden = _timed(lambda: torch.cat(list(in_parallel(source, run, ids))))
+        normalized = source.normalize(hidden)
+        head, _ = _timed(lambda: list(in_parallel(source, choose, blocks(source, len(hidden)))))
         generator = torch.Generator().manual_seed(config.seed)
-        partial_head, fit = PartialHead(source), start(source, states, config, depth)
-        part = states[:UPDATE_TOKENS]
+        partial_head, fit = PartialHead(source), start(source, hidden, config, depth)
+        part = hidden[:UPDATE_TOKENS]
         target, made = _timed(lambda: partial_head.target(source.normalize(part), generator))
         lens, _ = _timed(
             lambda: update(fit, made.loss(source.normalize(fit.translate(part))), config.lens_learning_rate)
         )
         router = head * config.router_epochs * EPOCHS * ROUTER * config.router_bottleneck_dim / source.vocab_size
-        tokens = len(states)
+        tokens = len(hidden)
         return cls(model / tokens, head / tokens, target / len(part), lens / len(part), router / tokens)
 
     def of(self, work: Work, checkpoints: int, depth: int) -> dict[str, float]:

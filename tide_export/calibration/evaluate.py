@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tide_export.calibration.assessment import Costs, Evaluation, Example
 from tide_export.calibration.collect import Sample
 from tide_export.calibration.config import TideConfig
-from tide_export.calibration.fit_router import LabelledStates, assess
+from tide_export.calibration.fit_router import LabelledHidden, assess
 from tide_export.calibration.labels import Target, blocks, normalize, predict, top1
 from tide_export.calibration.parallel import in_parallel
 from tide_export.data.sequences import TokenSequence
@@ -55,9 +55,9 @@ def evaluate(
             target, full_top1 = Target(full), full.top1()
             nll[rows, -1] = torch.where(known, full.nll(following), torch.nan).numpy()
             for k, layers in enumerate(checkpoints):
-                states = normalize(source, raw[layers], routers.lenses.get(layers))
-                here = predict(source, states)
-                scores[rows, k] = routers.routers[layers](states).numpy()
+                hidden = normalize(source, raw[layers], routers.lenses.get(layers))
+                here = predict(source, hidden)
+                scores[rows, k] = routers.routers[layers](hidden).numpy()
                 agrees[rows, k] = here.agree(full_top1).numpy()
                 kl[rows, k] = target.divergence(here).numpy()
                 nll[rows, k] = torch.where(known, here.nll(following), torch.nan).numpy()
@@ -88,8 +88,8 @@ def report_checkpoints(
     """
     extended: dict[str, dict[str, Any]] = {}
     for k, layers in enumerate(routers.checkpoints):
-        states = normalize(source, test.raw[layers], routers.lenses.get(layers))
-        held_out = LabelledStates(states, torch.from_numpy(evaluation.labels[:, k].copy()))
+        hidden = normalize(source, test.raw[layers], routers.lenses.get(layers))
+        held_out = LabelledHidden(hidden, torch.from_numpy(evaluation.labels[:, k].copy()))
         extended[str(layers)] = reports[layers] | assess(routers.routers[layers], held_out, config.exit_threshold)
         _log(layers, extended[str(layers)])
     return extended
@@ -112,14 +112,13 @@ def read_examples(
         ids = torch.tensor(sequence.ids[:EXAMPLE_TOKENS].tolist(), device=source.device)
         depth, checkpoints = source.num_layers, routers.checkpoints
         raw = {
-            layers: state[0].float().cpu()
-            for layers, state in source.raw_states(ids[None], [*checkpoints, depth]).items()
+            layers: one[0].float().cpu() for layers, one in source.raw_hidden(ids[None], [*checkpoints, depth]).items()
         }
-        states = [normalize(source, raw[layers], routers.lenses.get(layers)) for layers in checkpoints]
-        scores = torch.stack([routers.routers[c](s) for c, s in zip(checkpoints, states, strict=True)], dim=-1)
+        hidden = [normalize(source, raw[layers], routers.lenses.get(layers)) for layers in checkpoints]
+        scores = torch.stack([routers.routers[c](s) for c, s in zip(checkpoints, hidden, strict=True)], dim=-1)
         taken = exits(scores.numpy(), thresholds)
-        states.append(normalize(source, raw[depth]))
-        choices = torch.stack([top1(source, state) for state in states], dim=-1).numpy()
+        hidden.append(normalize(source, raw[depth]))
+        choices = torch.stack([top1(source, one) for one in hidden], dim=-1).numpy()
         predicted = choices[np.arange(len(taken)), taken]
         examples.append(
             Example(

@@ -1,4 +1,4 @@
-"""Replaces eager attention by PyTorch's fused attention while states are collected.
+"""Replaces eager attention by PyTorch's fused attention while hidden states are collected.
 
 The reference is eager attention, which stores every score. Fused attention equals it up to rounding in a fraction of
 the time and memory, and is compared with it before use.
@@ -15,7 +15,7 @@ from tide_export.model.source import SourceModel
 
 FUSED = "sdpa"
 COMPARED_TOKENS = 64
-TOLERANCE = 1e-3  # maximum distance of a token's state from the reference's, relative to its norm
+TOLERANCE = 1e-3  # maximum distance of a token's hidden state from the reference's, relative to its norm
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def fast_attention(source: SourceModel, text: Sequence[int], layers: Sequence[in
 
     Args:
         text: token ids, the first of which run with both attentions.
-        layers: numbers of layers after which the states are compared.
+        layers: numbers of layers after which the hidden states are compared.
 
     Yields:
         The name of the attention in use.
@@ -46,6 +46,6 @@ def _agrees(source: SourceModel, text: Sequence[int], layers: Sequence[int]) -> 
     except UnsupportedModelError:  # softcaps, sinks: transformers refuses fused attention for such models
         return False
     return all(
-        bool(((fused[layer] - state).norm(dim=-1) <= TOLERANCE * state.norm(dim=-1)).all())
-        for layer, state in expected.items()
+        bool(((fused[layer] - hidden).norm(dim=-1) <= TOLERANCE * hidden.norm(dim=-1)).all())
+        for layer, hidden in expected.items()
     )

@@ -8,7 +8,7 @@ import torch
 
 from tide_export.calibration.collect import Sample
 from tide_export.calibration.config import TideConfig
-from tide_export.calibration.fit_router import FittedRouter, LabelledStates, fit_router
+from tide_export.calibration.fit_router import FittedRouter, LabelledHidden, fit_router
 from tide_export.calibration.labels import may_exit, most_frequent, normalize, top1
 from tide_export.calibration.parallel import in_parallel
 from tide_export.common.progress import stage
@@ -31,7 +31,7 @@ def fit_checkpoints(
     """Fits the routers of `checkpoints`; drops a checkpoint whose labels are all of one class.
 
     Args:
-        train, validation: samples, whose states at a checkpoint are freed after use.
+        train, validation: samples, whose hidden states at a checkpoint are freed after use.
         fitted_lenses: checkpoint -> its lens, for those that have one.
 
     Returns:
@@ -47,7 +47,7 @@ def fit_checkpoints(
 
     def fit(layers: int) -> FittedRouter:
         for_training, for_validation = (
-            LabelledStates(normalize(source, sample.raw.pop(layers), lenses.get(layers)), truth)
+            LabelledHidden(normalize(source, sample.raw.pop(layers), lenses.get(layers)), truth)
             for sample, truth in zip(samples, labels[layers], strict=True)
         )
         return fit_router(for_training, for_validation, config, layers, shortlist)

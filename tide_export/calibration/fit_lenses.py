@@ -2,11 +2,11 @@
 
 A tuned lens (Belrose et al., https://arxiv.org/abs/2303.08112) of low rank brings the head's distribution for its
 output near the full model's (`lens_loss`); everything else is frozen. For each batch of text the head runs once for all
-checkpoints, and every lens is updated. The states are those that `collect` kept, if it kept all; else the model runs
-again and the states are freed, so that memory does not grow with the text.
+checkpoints, and every lens is updated. The hidden states are those that `collect` kept, if it kept all; else the model
+runs again and the hidden states are freed, so that memory does not grow with the text.
 
-The lenses are measured on validation tokens while they are fitted, and the best state of each is kept. A lens is used
-if that state is better than no lens, and with `exit_strategy = "auto"` only if it saves more than it costs.
+The lenses are measured on validation tokens while they are fitted, and the best weights of each are kept. A lens is
+used if these are better than no lens, and with `exit_strategy = "auto"` only if it saves more than it costs.
 """
 
 import copy
@@ -58,7 +58,7 @@ def fit_lenses(
 
     Args:
         sequences: the training split.
-        train, validation: states at the checkpoints and after the last layer. If `train` keeps every token of
+        train, validation: hidden states at the checkpoints and after the last layer. If `train` keeps every token of
             `sequences`, the model does not run again.
         folder: folder in which the lenses are saved while they are fitted, from which a killed run resumes.
 
@@ -88,13 +88,13 @@ def fit_lenses(
     return {layers: fits[layers].folded() for layers, report in reports.items() if report["used"]}, reports
 
 
-def start(source: SourceModel, states: torch.Tensor, config: TideConfig, layers: int) -> LensFit:
-    """Returns a lens that changes nothing, for raw states like `states` [n, D]."""
+def start(source: SourceModel, hidden: torch.Tensor, config: TideConfig, layers: int) -> LensFit:
+    """Returns a lens that changes nothing, for raw hidden states like `hidden` [n, D]."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed * 1013 + layers)
         lens = Lens(source.hidden_size, lens_rank(source, config)).to(source.device)
     optimizer = torch.optim.Adam(lens.parameters(), lr=config.lens_learning_rate)
-    size = float(states[:8192].square().mean().sqrt().clamp_min(1e-12))
+    size = float(hidden[:8192].square().mean().sqrt().clamp_min(1e-12))
     return LensFit(lens, optimizer, size, best=copy.deepcopy(lens.state_dict()))
 
 
@@ -162,17 +162,17 @@ def _train(
             batch = text.plan.batch(text.order[number])
             if train.kept == text.plan.kept:
                 rows_kept = torch.from_numpy(batch.slots)
-                states = {n: train.raw[n].index_select(0, rows_kept).to(source.device) for n in (*fitted, depth)}
+                hidden = {n: train.raw[n].index_select(0, rows_kept).to(source.device) for n in (*fitted, depth)}
             else:
-                states = _run(source, head, batch, [*fitted, depth])
+                hidden = _run(source, head, batch, [*fitted, depth])
             rate = config.lens_learning_rate * (1 - seen / text.tokens)
             for part in torch.randperm(len(batch.slots), generator=generator).split(rows):
                 part = part.to(source.device)
                 with torch.no_grad():
-                    full = source.normalize(states[depth][part].float())
+                    full = source.normalize(hidden[depth][part].float())
                 target = head.target(full, generator)
                 for layers, fit in fitted.items():
-                    exits = source.normalize(fit.translate(states[layers][part].float()))
+                    exits = source.normalize(fit.translate(hidden[layers][part].float()))
                     update(fit, target.loss(exits), rate)
             before, seen = seen, int(text.ends[number])
             if seen * MEASUREMENTS // text.tokens > before * MEASUREMENTS // text.tokens:
@@ -185,13 +185,13 @@ def _train(
 
 @torch.no_grad()
 def _run(source: SourceModel, head: PartialHead, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Computes the states [k, D] of the batch's k tokens, on the model's device."""
+    """Computes the hidden states [k, D] of the batch's k tokens, on the model's device."""
 
-    def keep(state: torch.Tensor) -> torch.Tensor:
-        return state[batch.rows.to(state.device), batch.positions.to(state.device)].to(source.device)
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[batch.rows.to(hidden.device), batch.positions.to(hidden.device)].to(source.device)
 
     with head.autocast():
-        return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
+        return source.raw_hidden(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
 
 
 def _draw(validation: Sample, seed: int) -> Sample:
@@ -199,7 +199,7 @@ def _draw(validation: Sample, seed: int) -> Sample:
     rows = torch.randperm(validation.kept, generator=torch.Generator().manual_seed(seed))[:VALIDATION_TOKENS]
     return replace(
         validation,
-        raw={layers: state[rows] for layers, state in validation.raw.items()},
+        raw={layers: hidden[rows] for layers, hidden in validation.raw.items()},
         next_ids=validation.next_ids[rows],
         documents=validation.documents[rows],
         locations=validation.locations[rows],
@@ -208,7 +208,7 @@ def _draw(validation: Sample, seed: int) -> Sample:
 
 @torch.no_grad()
 def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: dict[int, LensFit], seen: int) -> None:
-    """Adds a point to the curve of each lens, keeps its best state, and gives up diverged lenses."""
+    """Adds a point to the curve of each lens, keeps its best weights, and gives up diverged lenses."""
 
     def translated(layers: int, fit: LensFit, rows: slice) -> torch.Tensor:
         return source.normalize(fit.translate(held_out.raw[layers][rows].to(source.device)).float())
@@ -239,7 +239,7 @@ def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: di
         if kl != kl:
             fit.given_up = "diverges"
             logger.warning(
-                "the lens at checkpoint %d diverges (its loss is not a number): states exit unchanged there; "
+                "the lens at checkpoint %d diverges (its loss is not a number): hidden states exit unchanged there; "
                 "a lower --lens-learning-rate may help",
                 layers,
             )
@@ -274,7 +274,7 @@ def _report(source: SourceModel, config: TideConfig, layers: int, fit: LensFit) 
     if not reason and best is before:
         reason = "is worse than none"
         logger.warning(
-            "the lens at checkpoint %d is worse than none on held-out text: states exit unchanged there", layers
+            "the lens at checkpoint %d is worse than none on held-out text: hidden states exit unchanged there", layers
         )
     if not reason and config.exit_strategy == "auto" and _net_gain(source, config, layers, fit) <= 0:
         reason = COSTS_MORE
@@ -296,11 +296,11 @@ def _sentence(reports: dict[int, dict[str, Any]]) -> str:
     used = [layers for layers, report in reports.items() if report["used"]]
     others = [layers for layers in reports if layers not in used]
     if not used:
-        return "exits use the model's own states: on held-out text a lens gains too little at every checkpoint"
+        return "exits use the model's own hidden states: on held-out text a lens gains too little at every checkpoint"
     shares = ", ".join(
         f"{100 * reports[n]['may_exit_before']:.0f} -> {100 * reports[n]['may_exit_after']:.0f} %" for n in used
     )
     unchanged = (
-        f"; states exit unchanged at {', '.join(map(str, others))}, where one gains too little" if others else ""
+        f"; hidden states exit unchanged at {', '.join(map(str, others))}, where one gains too little" if others else ""
     )
     return f"lenses are used at {', '.join(map(str, used))}: held-out tokens that may exit there {shares}{unchanged}"

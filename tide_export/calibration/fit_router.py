@@ -27,8 +27,8 @@ _seeding = threading.Lock()  # PyTorch's default generator, which draws initial 
 
 
 @dataclass(frozen=True)
-class LabelledStates:
-    """A split's tokens at one checkpoint: normalized states float32 [n, D'], labels "may exit" bool [n]."""
+class LabelledHidden:
+    """A split's tokens at one checkpoint: normalized hidden states float32 [n, D'], labels "may exit" bool [n]."""
 
     features: torch.Tensor
     labels: torch.Tensor
@@ -43,8 +43,8 @@ class FittedRouter:
 
 
 def fit_router(
-    train: LabelledStates,
-    validation: LabelledStates,
+    train: LabelledHidden,
+    validation: LabelledHidden,
     config: TideConfig,
     checkpoint: int,
     shortlist: torch.Tensor | None = None,
@@ -105,7 +105,7 @@ def fit_router(
 
 
 @torch.no_grad()
-def assess(router: Router, split: LabelledStates, threshold: float) -> dict[str, Any]:
+def assess(router: Router, split: LabelledHidden, threshold: float) -> dict[str, Any]:
     """Measures a router on a split.
 
     Returns:
@@ -139,8 +139,8 @@ def assess(router: Router, split: LabelledStates, threshold: float) -> dict[str,
 class _Scaling:
     """Scales a router's inputs so that one learning rate suits all models.
 
-    Scales normalized states to unit size and the summary to two differences of unit deviation. Being linear, it can be
-    folded into the weights.
+    Scales normalized hidden states to unit size and the summary to two differences of unit deviation. Being linear, it
+    can be folded into the weights.
     """
 
     def __init__(self, router: Router, features: torch.Tensor):
@@ -150,8 +150,8 @@ class _Scaling:
             part = summarize(features[:8192], router.shortlist) @ _DIFFERENCES
             self.transform = _DIFFERENCES / part.std(0).clamp_min(1e-6)
 
-    def inputs(self, split: LabelledStates) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the split's unscaled states and scaled summaries, to be used in all epochs."""
+    def inputs(self, split: LabelledHidden) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the split's unscaled hidden states and scaled summaries, to be used in all epochs."""
         if self.router.shortlist is None:
             return split.features, None
         summaries = [summarize(part, self.router.shortlist) @ self.transform for part in split.features.split(8192)]
@@ -197,7 +197,7 @@ def _scores(router: Router, features: torch.Tensor):
     return torch.cat([router(part) for part in features.split(8192)]).numpy()
 
 
-def _platt(router: Router, validation: LabelledStates) -> None:
+def _platt(router: Router, validation: LabelledHidden) -> None:
     """Scales and shifts the logit so that scores are probabilities on `validation` (Platt 1999).
 
     Does nothing if all labels are of one class, for which no finite shift is optimal.

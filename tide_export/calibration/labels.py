@@ -2,7 +2,7 @@
 
 `agreement`, the default, is for greedy decoding: the exit's top-1 token is the full model's. `kl` is for sampling: the
 exit's distribution is within a bound of the full model's. `cosine` is TIDE's: the direction of the raw hidden state no
-longer changes. (TIDE compares with a state after the final norm, which mixes direction with normalization.)
+longer changes. (TIDE compares with a hidden state after the final norm, which mixes direction with normalization.)
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ LOGITS_BYTES = 64 << 20  # logits computed at a time; heads with scaling or soft
 LOGITS_ROWS = 512  # maximum tokens of a block, so that the logits of a small vocabulary stay in the CPU's cache
 NORM_ROWS = 8192  # tokens normalized at a time
 FREQUENT = 1 / 8  # share of the vocabulary that `agreement` compares first
-SLACK = 1e-4  # relative to the norms of state and row; far above the rounding of a logit
+SLACK = 1e-4  # relative to the norms of hidden state and row; far above the rounding of a logit
 
 
 @dataclass(frozen=True)
@@ -61,52 +61,52 @@ class Target:
 
 
 @torch.no_grad()
-def predict(source: SourceModel, states: torch.Tensor) -> Predictions:
-    """Applies the head to normalized states [n, D']."""
-    return Predictions(source.head(states[None].to(source.device))[0].float())
+def predict(source: SourceModel, hidden: torch.Tensor) -> Predictions:
+    """Applies the head to normalized hidden states [n, D']."""
+    return Predictions(source.head(hidden[None].to(source.device))[0].float())
 
 
 @torch.no_grad()
 def normalize(source: SourceModel, raw: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
-    """Applies lens and final norm to raw states [n, D]; returns float32 [n, D'] on the CPU."""
+    """Applies lens and final norm to raw hidden states [n, D]; returns float32 [n, D'] on the CPU."""
     translate = torch.nn.Identity() if lens is None else lens.to(source.device)
     parts = (source.normalize(translate(part.to(source.device))) for part in raw.split(NORM_ROWS))
     return torch.cat([part.float().cpu() for part in parts])
 
 
-def top1(source: SourceModel, states: torch.Tensor) -> torch.Tensor:
-    """Returns the head's top-1 tokens, int64 [n], for normalized states [n, D']."""
-    return _by_blocks(source, len(states), lambda rows: predict(source, states[rows]).top1())
+def top1(source: SourceModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns the head's top-1 tokens, int64 [n], for normalized hidden states [n, D']."""
+    return _by_blocks(source, len(hidden), lambda rows: predict(source, hidden[rows]).top1())
 
 
-def divergence(source: SourceModel, states: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Computes KL(full || exit) in nats, float32 [n], for normalized states [n, D'] each."""
+def divergence(source: SourceModel, hidden: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Computes KL(full || exit) in nats, float32 [n], for normalized hidden states [n, D'] each."""
     return _by_blocks(
-        source, len(states), lambda rows: Target(predict(source, full[rows])).divergence(predict(source, states[rows]))
+        source, len(hidden), lambda rows: Target(predict(source, full[rows])).divergence(predict(source, hidden[rows]))
     )
 
 
-def agreement(source: SourceModel, states: torch.Tensor, full_top1: torch.Tensor) -> torch.Tensor:
-    """Returns whether the top-1 token of each normalized state [n, D'] is `full_top1` [n], bool [n].
+def agreement(source: SourceModel, hidden: torch.Tensor, full_top1: torch.Tensor) -> torch.Tensor:
+    """Returns whether the top-1 token of each normalized hidden state [n, D'] is `full_top1` [n], bool [n].
 
     On a CPU the most frequent tokens are compared first: if one of them is above the full model's token, as for most
-    states of early layers, the rest of the head is not computed.
+    hidden states of early layers, the rest of the head is not computed.
     """
     matrix = head_matrix(source) if source.device.type == "cpu" else None
     if matrix is None:
-        return _by_blocks(source, len(states), lambda rows: predict(source, states[rows]).agree(full_top1[rows]))
+        return _by_blocks(source, len(hidden), lambda rows: predict(source, hidden[rows]).agree(full_top1[rows]))
     frequent = matrix[most_frequent(full_top1, source.vocab_size, int(source.vocab_size * FREQUENT) + 1)]
     norm = matrix.norm(dim=-1).max()
 
     def agree(rows: slice) -> torch.Tensor:
-        here, truth = states[rows], full_top1[rows]
+        here, truth = hidden[rows], full_top1[rows]
         own = torch.linalg.vecdot(here, matrix[truth]) + SLACK * norm * here.norm(dim=-1)
         left = ((here @ frequent.T).amax(-1) <= own).nonzero()[:, 0]
         agrees = torch.zeros(len(here), dtype=torch.bool)
         agrees[left] = predict(source, here[left]).agree(truth[left])
         return agrees
 
-    return _by_blocks(source, len(states), agree)
+    return _by_blocks(source, len(hidden), agree)
 
 
 def most_frequent(tokens: torch.Tensor, vocab_size: int, count: int) -> torch.Tensor:
@@ -123,9 +123,9 @@ def head_matrix(source: SourceModel) -> torch.Tensor | None:
     rows = source.head_rows()
     if rows is None:
         return None
-    states = torch.randn(4, source.normalized_size, generator=torch.Generator().manual_seed(0))
-    logits = source.head(states[None].to(source.device))[0].float().cpu()
-    expected = states @ rows.T
+    hidden = torch.randn(4, source.normalized_size, generator=torch.Generator().manual_seed(0))
+    logits = source.head(hidden[None].to(source.device))[0].float().cpu()
+    expected = hidden @ rows.T
     return rows if bool((logits - expected).abs().max() <= 1e-3 * expected.abs().max()) else None
 
 
@@ -137,7 +137,7 @@ def may_exit(
 
     Args:
         layers: layers run at the checkpoint.
-        exits: normalized states [n, D'] of the exit there.
+        exits: normalized hidden states [n, D'] of the exit there.
         full_top1: the full model's top-1 tokens, int64 [n].
     """
     last = sample.raw[source.num_layers]

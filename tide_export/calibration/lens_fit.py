@@ -13,10 +13,10 @@ class LensFit:
     """The lens of one checkpoint while it is fitted.
 
     Attributes:
-        size: root mean square of the states; the lens is fitted to states of unit size.
+        size: root mean square of the hidden states; the lens is fitted to hidden states of unit size.
         curve: measurements on validation tokens, the first without a lens: `tokens` seen, `kl` in nats, and
             `may_exit`, the share of tokens that may exit by the label.
-        best: the lens's state at the measurement with the smallest `kl`.
+        best: the lens's weights at the measurement with the smallest `kl`.
         given_up: why it is no longer fitted; empty while it is.
     """
 
@@ -31,11 +31,11 @@ class LensFit:
         return min(self.curve, key=lambda point: point["kl"])
 
     def translate(self, raw: torch.Tensor) -> torch.Tensor:
-        """Applies the lens to raw states [n, D]."""
+        """Applies the lens to raw hidden states [n, D]."""
         return self.lens(raw / self.size) * self.size
 
     def folded(self) -> Lens:
-        """Returns the best state as a frozen lens for raw states, on the CPU."""
+        """Returns the best weights as a frozen lens for raw hidden states, on the CPU."""
         lens = copy.deepcopy(self.lens).cpu()
         lens.load_state_dict(self.best)
         with torch.no_grad():

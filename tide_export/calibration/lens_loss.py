@@ -30,7 +30,7 @@ class Target:
     """The full model's distribution for n tokens, over K tokens of the vocabulary.
 
     Attributes:
-        logits: computes the logits [n, K] of normalized states [n, D'].
+        logits: computes the logits [n, K] of normalized hidden states [n, D'].
         shift: added to the logits, [K]: 0, or for sampled tokens the logarithm of how many each represents.
         probabilities: [n, K].
     """
@@ -40,7 +40,7 @@ class Target:
     probabilities: torch.Tensor
 
     def loss(self, normalized: torch.Tensor) -> torch.Tensor:
-        """Computes the mean loss for the exits' normalized states [n, D'], up to a constant."""
+        """Computes the mean loss for the exits' normalized hidden states [n, D'], up to a constant."""
         log_exit = (self.logits(normalized).float() + self.shift).log_softmax(-1)
         return torch.nn.functional.kl_div(log_exit, self.probabilities, reduction="batchmean")
 
@@ -61,7 +61,7 @@ class PartialHead:
         )
 
     def target(self, full: torch.Tensor, generator: torch.Generator) -> Target:
-        """Computes the full model's distribution for its normalized states [n, D'].
+        """Computes the full model's distribution for its normalized hidden states [n, D'].
 
         Args:
             generator: draws the sampled tokens, on the CPU.
@@ -114,10 +114,10 @@ def fast_dtype(device: torch.device) -> torch.dtype | None:
 
 def product_seconds(dtype: torch.dtype) -> float:
     """Returns the shortest time of a few matmuls of [256, 1024] by [1024, 1024] on the CPU, in seconds."""
-    states, weights = torch.zeros(256, 1024, dtype=dtype), torch.zeros(1024, 1024, dtype=dtype)
+    hidden, weights = torch.zeros(256, 1024, dtype=dtype), torch.zeros(1024, 1024, dtype=dtype)
     seconds = []
     for _ in range(PRODUCTS):
         began = time.perf_counter()
-        states @ weights
+        hidden @ weights
         seconds.append(time.perf_counter() - began)
     return min(seconds)

@@ -52,13 +52,13 @@ class LensSnapshot:
         if self.file is None or not self.file.exists():
             return 0
         try:
-            state: dict[str, Any] = torch.load(self.file, map_location=self.device, weights_only=True)
+            saved: dict[str, Any] = torch.load(self.file, map_location=self.device, weights_only=True)
             for layers, fit in fits.items():
-                stored = state["fits"][layers]
+                stored = saved["fits"][layers]
                 fit.lens.load_state_dict(stored["lens"])
                 fit.optimizer.load_state_dict(stored["optimizer"])
                 fit.curve, fit.best, fit.given_up = stored["curve"], stored["best"], stored["given_up"]
-            return int(state["passes"])
+            return int(saved["passes"])
         except Exception as error:  # torch.load raises many types for a damaged file
             raise CalibrationError(
                 f"calibration folder {self.file.parent} is damaged ({self.file.name}): delete it or use another"
@@ -72,7 +72,7 @@ class LensSnapshot:
         """
         if self.file is None or not (last or time.monotonic() - self._saved >= SAVE_SECONDS):
             return
-        state = {
+        saved = {
             layers: {
                 "lens": fit.lens.state_dict(),
                 "optimizer": fit.optimizer.state_dict(),
@@ -83,7 +83,7 @@ class LensSnapshot:
             for layers, fit in fits.items()
         }
         content = io.BytesIO()
-        torch.save({"passes": passes, "fits": state}, content)
+        torch.save({"passes": passes, "fits": saved}, content)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             replace_files({self.file: content.getvalue()})

@@ -1,7 +1,7 @@
 """Places checkpoints by measuring after which layers predictions are final: `--checkpoints auto`.
 
-Runs the model over a few thousand tokens and applies the head to every layer's state, which shows the possible gain of
-early exit before any router is fitted.
+Runs the model over a few thousand tokens and applies the head to every layer's hidden state, which shows the possible
+gain of early exit before any router is fitted.
 """
 
 import logging
@@ -34,9 +34,9 @@ class LayerStatistics:
     """Measurements of n tokens after each of L layers.
 
     Attributes:
-        agrees: bool [n, L], whether the head's top-1 for the state after 1 .. L layers is the full model's.
-        kl: float32 [n, L], KL(full || the head's distribution for that state), nats.
-        cosine: float32 [n, L], cosine similarity of the raw state with the last layer's.
+        agrees: bool [n, L], whether the head's top-1 for the hidden state after 1 .. L layers is the full model's.
+        kl: float32 [n, L], KL(full || the head's distribution for that hidden state), nats.
+        cosine: float32 [n, L], cosine similarity of the raw hidden state with the last layer's.
     """
 
     agrees: np.ndarray
@@ -104,8 +104,8 @@ def choose_checkpoints(statistics: LayerStatistics, costs: Costs, min_layers: in
 
     A token may exit at a layer if its prediction agrees there and after all deeper layers: agreement that is lost again
     is chance, which no router can predict. Every router is assumed to find the same share `RECALL` of these tokens,
-    because routers read similar states. A checkpoint costs its router (and lens) for every token that reaches it, and a
-    branch in the graph.
+    because routers read similar hidden states. A checkpoint costs its router (and lens) for every token that reaches
+    it, and a branch in the graph.
 
     Args:
         costs: costs of one layer and one router in a common unit.

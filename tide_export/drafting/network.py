@@ -107,7 +107,7 @@ class DrafterNetwork(nn.Module):
                 arrays[name] = torch.randn(size, generator=generator) * gain * size[1] ** -0.5
         state_part = arrays["fuse"][:, shape.embedding :]
         state_part *= (1 - IDENTITY_GAIN**2) ** 0.5
-        state_part += IDENTITY_GAIN * torch.eye(shape.state)
+        state_part += IDENTITY_GAIN * torch.eye(shape.hidden)
         low, arrays["center"], high = torch.quantile(states.float(), torch.tensor([0.16, 0.5, 0.84]), dim=0)
         arrays["scale"] = (high - low) / 2 + 1e-3
         arrays["final_norm"] *= FINAL_GAIN * float(states.float().square().mean().sqrt())

@@ -72,13 +72,13 @@ class _Attend(_Piece):
 
     def graph(self) -> ir.Graph:
         embeddings = typed_value("embeddings", FLOAT, [BATCH, ROWS, self.shape.embedding])
-        states = typed_value("states", FLOAT, [BATCH, ROWS, self.shape.state])
+        states = typed_value("states", FLOAT, [BATCH, ROWS, self.shape.hidden])
         self.positions = typed_value("positions", INT64, [BATCH, ROWS])
         fused = self._fuse(embeddings, states)
         return self.of([embeddings, states, self.positions], [fused, self._attention(fused)])
 
     def _fuse(self, embeddings: ir.Value, states: ir.Value) -> ir.Value:
-        width = self.shape.state
+        width = self.shape.hidden
         centered = self.op("Sub", [states, self.array("center")], width)
         scaled = self.op("Div", [centered, self.array("scale")], width)
         low, high = (self.builder.weights.float32(f"limit_{n}", np.array(n)) for n in (-LIMIT, LIMIT))
@@ -130,14 +130,14 @@ class _Propose(_Piece):
 
     def graph(self) -> ir.Graph:
         shape = self.shape
-        fused = typed_value("fused", FLOAT, [BATCH, ROWS, shape.state])
+        fused = typed_value("fused", FLOAT, [BATCH, ROWS, shape.hidden])
         attended = typed_value("attended", FLOAT, [BATCH, ROWS, shape.heads * HEAD_DIM])
         z = self.add(fused, self.matmul(attended, "out"))
         z = self.add(z, self.matmul(self._gated(self.norm(z, "mlp_norm")), "down"))
         logits = self.matmul(self.norm(z, "final_norm"), "head")
         if self.drafter.bias is not None:
             logits = self.add(logits, self.builder.weights.float32("bias", self.drafter.bias))
-        scaled = self.op("Mul", [z, self.array("scale")], shape.state)
+        scaled = self.op("Mul", [z, self.array("scale")], shape.hidden)
         return self.of([fused, attended], [logits, self.add(scaled, self.array("center"))])
 
     def _gated(self, h: ir.Value) -> ir.Value:

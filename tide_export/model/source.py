@@ -149,7 +149,7 @@ class SourceModel:
         return States(raw=dict(raw), logits=output.logits)
 
     @torch.no_grad()
-    def raw_states(
+    def raw_hidden(
         self,
         input_ids: torch.Tensor,
         layers: Sequence[int],

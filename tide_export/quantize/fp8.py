@@ -96,5 +96,5 @@ def _largest_inputs(
         for module in linear:
             hooks.enter_context(module.register_forward_pre_hook(record))
         for ids in sequences:
-            source.raw_states(torch.tensor([list(ids)], device=source.device), [])
+            source.raw_hidden(torch.tensor([list(ids)], device=source.device), [])
     return largest

@@ -88,7 +88,7 @@ def record_layer_inputs(source: SourceModel, sequences: Sequence[Sequence[int]])
             for layer in source.structure.layers:
                 hooks.enter_context(layer.register_forward_pre_hook(record, with_kwargs=True))
                 hooks.enter_context(layer.register_forward_hook(keep))
-            source.raw_states(torch.tensor([list(ids)], device=source.device), [])
+            source.raw_hidden(torch.tensor([list(ids)], device=source.device), [])
         args, kwargs = calls[0]
         states = args[0] if args else kwargs["hidden_states"]
         others = [(a[1:], {k: v for k, v in kw.items() if k != "hidden_states"}) for a, kw in calls]

@@ -85,7 +85,7 @@ def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[
                 hooks.enter_context(module.register_forward_pre_hook(record))
         advance = hooks.enter_context(stage("measuring the inputs of the matrices", total=SEQUENCES // BATCH))
         for ids in _random_tokens(source, length).split(BATCH):
-            raw = source.raw_states(ids.to(source.device), [source.num_layers])[source.num_layers]
+            raw = source.raw_hidden(ids.to(source.device), [source.num_layers])[source.num_layers]
             if head in modules:
                 add(head, source.normalize(raw))
             advance(1)

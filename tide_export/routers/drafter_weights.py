@@ -11,8 +11,10 @@ https://arxiv.org/abs/2401.15077). For a token with embedding x [E] after a posi
     z = z + down (silu(gate h) * up h),  h = rms(z) * mlp_norm
     logits = head (rms(z) * final_norm),  next s = z * scale + center
 
-The next state replaces the model's for a further draft. The first token of a sequence has no state before it and is
-omitted: row i is token i + 1 with state i, at position i. `head` holds the rows of the model's head for `tokens`.
+The next hidden state replaces the model's for a further draft. The first token of a sequence has no hidden state before
+it and is
+omitted: row i is token i + 1 with hidden state i, at position i. `head` holds the rows of the model's head for
+    `tokens`.
 """
 
 from collections.abc import Mapping
@@ -32,36 +34,36 @@ HEAD_DIM = 64
 class Shape:
     """Sizes of a drafter; its attention heads have HEAD_DIM dimensions."""
 
-    state: int  # D
+    hidden: int  # D
     embedding: int  # E
     heads: int
     kv_heads: int
     mlp: int  # rows of gate and of up
 
     @classmethod
-    def of(cls, state: int, embedding: int) -> "Shape":
-        """Returns the shape for a model with states and embeddings of these widths."""
-        heads = max(1, state // HEAD_DIM)
+    def of(cls, hidden: int, embedding: int) -> "Shape":
+        """Returns the shape for a model with hidden states and embeddings of these widths."""
+        heads = max(1, hidden // HEAD_DIM)
         group = next(group for group in (4, 3, 2, 1) if heads % group == 0)
-        return cls(state, embedding, heads, heads // group, max(64, round(state * 8 / 3 / 64) * 64))
+        return cls(hidden, embedding, heads, heads // group, max(64, round(hidden * 8 / 3 / 64) * 64))
 
     @property
     def arrays(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the arrays without the head, matrices [out, in]; `qkv` and `gate_up` are stacked."""
         wide, narrow = self.heads * HEAD_DIM, self.kv_heads * HEAD_DIM
         return {
-            "center": (self.state,),
-            "scale": (self.state,),
+            "center": (self.hidden,),
+            "scale": (self.hidden,),
             "embedding_norm": (self.embedding,),
-            "state_norm": (self.state,),
-            "attention_norm": (self.state,),
-            "mlp_norm": (self.state,),
-            "final_norm": (self.state,),
-            "fuse": (self.state, self.embedding + self.state),
-            "qkv": (wide + 2 * narrow, self.state),
-            "out": (self.state, wide),
-            "gate_up": (2 * self.mlp, self.state),
-            "down": (self.state, self.mlp),
+            "state_norm": (self.hidden,),
+            "attention_norm": (self.hidden,),
+            "mlp_norm": (self.hidden,),
+            "final_norm": (self.hidden,),
+            "fuse": (self.hidden, self.embedding + self.hidden),
+            "qkv": (wide + 2 * narrow, self.hidden),
+            "out": (self.hidden, wide),
+            "gate_up": (2 * self.mlp, self.hidden),
+            "down": (self.hidden, self.mlp),
         }
 
 

@@ -26,7 +26,8 @@ def random_routers(
     Args:
         ids: token ids of a text.
         shortlist: rows of the head that the routers read; 0: TIDE's form.
-        lens_rank: rank of a random lens at every checkpoint, which moves states by a third of their size; 0: none.
+        lens_rank: rank of a random lens at every checkpoint, which moves hidden states by a third of their size; 0:
+            none.
     """
     generator = torch.Generator().manual_seed(seed)
 

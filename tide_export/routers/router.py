@@ -1,8 +1,9 @@
 """Defines the networks at a checkpoint: a router and, optionally, a lens.
 
-A lens maps the raw state of its checkpoint towards the last layer's (tuned lens, https://arxiv.org/abs/2303.08112);
-without one the state is used unchanged, as in TIDE. A router reads the normalized state after the lens, as the head
-does, and computes a score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1, `router.py`).
+A lens maps the raw hidden state of its checkpoint towards the last layer's (tuned lens,
+https://arxiv.org/abs/2303.08112); without one the hidden state is used unchanged, as in TIDE. A router reads the
+normalized hidden state after the lens, as the head does, and computes a score in [0, 1]: Linear(D, R) -> SiLU ->
+Linear(R, 1) -> sigmoid (TIDE 0.2.1, `router.py`).
 
 The best predictor of whether a token is final is the head's confidence, which so small a network cannot compute. So
 this package's routers also read a *shortlist*: the head's logits of the few hundred tokens that the model predicts
@@ -47,7 +48,7 @@ class LensArrays:
 
 
 class Router(nn.Module):
-    """Maps normalized states [..., D] to scores [...].
+    """Maps normalized hidden states [..., D] to scores [...].
 
     Attributes:
         down: Linear(D, R, no bias).
@@ -89,7 +90,7 @@ class Router(nn.Module):
 
 
 class Lens(nn.Module):
-    """Maps raw states x [..., D] to x + up(down(x)) + bias, of low rank; starts as the identity."""
+    """Maps raw hidden states x [..., D] to x + up(down(x)) + bias, of low rank; starts as the identity."""
 
     def __init__(self, hidden_size: int, rank: int):
         super().__init__()
@@ -109,7 +110,7 @@ def summarize(normalized: torch.Tensor, shortlist: torch.Tensor) -> torch.Tensor
     """Computes the two largest log-probabilities [..., 2] among the tokens of a shortlist [N, D].
 
     Args:
-        normalized: states [..., D].
+        normalized: hidden states [..., D].
     """
     return (normalized @ shortlist.T).log_softmax(-1).topk(SUMMARY_SIZE, dim=-1).values
 

@@ -32,7 +32,7 @@ class RouterSet:
         routers: checkpoint (the number of layers before it) -> its router, ascending.
         provenance: JSON-serializable record of the calibration: source model, weights hash, dataset, config, versions,
             per-checkpoint report. Empty for a file of TIDE.
-        lenses: checkpoint -> its lens; empty if states exit unchanged.
+        lenses: checkpoint -> its lens; empty if hidden states exit unchanged.
     """
 
     routers: dict[int, Router]
@@ -57,7 +57,7 @@ class RouterSet:
         return "lens" if self.lenses else "identity"
 
     def exit_state(self, source: SourceModel, layers: int, raw: torch.Tensor) -> torch.Tensor:
-        """Computes the normalized states [..., D'] of an exit after `layers` layers from raw states [..., D]."""
+        """Computes what the head reads [..., D'] of an exit after `layers` layers from raw hidden states [..., D]."""
         lens = self.lenses.get(layers)
         return source.normalize(raw if lens is None else lens.to(raw.device)(raw))
 
@@ -195,8 +195,8 @@ def _load_safetensors(path: Path) -> RouterSet:
 def _load_tide(path: Path) -> RouterSet:
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns about the pickle of a damaged file
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        weights = {int(layer) + 1: dict(parts) for layer, parts in state["router_layers"].items()}
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        weights = {int(layer) + 1: dict(parts) for layer, parts in saved["router_layers"].items()}
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
         raise RouterFileError(
             f"router file {path} is not a TIDE router.pt, or is damaged ({one_line(error, 150)})"
@@ -219,9 +219,9 @@ def _build(
             raise RouterFileError(f"{what} has missing or misshapen weights")
         if shortlist is not None and shortlist.shape[1] != down.shape[1]:
             raise RouterFileError(f"{what} is of another width than the shortlist")
-        state = {"up.bias": torch.zeros(1), **parts} | ({} if shortlist is None else {"shortlist": shortlist})
+        filled = {"up.bias": torch.zeros(1), **parts} | ({} if shortlist is None else {"shortlist": shortlist})
         router = Router(down.shape[1], down.shape[0], shortlist)
-        _fill(router, state, what)
+        _fill(router, filled, what)
         routers[layers] = router
     if len({router.down.weight.shape for router in routers.values()}) != 1:
         raise RouterFileError(f"router file {path} mixes routers of different widths")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tide_export.calibration import state_store as module
+from tide_export.calibration import hidden_store as module
 from tide_export.calibration.distributed import Processes
-from tide_export.calibration.state_store import FolderStore
+from tide_export.calibration.hidden_store import FolderStore
 from tide_export.errors import CalibrationError
 
 RECORD = {"format": 1, "weights_sha256": "abc", "plan_sha256": "def", "layers": [2, 4], "kept": 6, "width": 3}

@@ -1,8 +1,8 @@
-"""Stores the raw states that `collect` keeps, in memory or in memory-mapped files.
+"""Stores the raw hidden states that `collect` keeps, in memory or in memory-mapped files.
 
 The folder of a `FolderStore` holds `states_<layers>.npy` (float32 [n, D] each), `done.npy` (a byte per batch of the
-plan) and `plan.json` (identifies the calibration). Batches are marked done after their states are on disk, so a killed
-run can resume. Several processes can write at once: each byte and row has one writer.
+plan) and `plan.json` (identifies the calibration). Batches are marked done after their hidden states are on disk, so a
+killed run can resume. Several processes can write at once: each byte and row has one writer.
 """
 
 import json
@@ -30,7 +30,7 @@ LOCK_FILE = "lock"
 
 
 class Store:
-    """Holds the states of n tokens after each of `layers` layers in memory, filled batch by batch."""
+    """Holds the hidden states of n tokens after each of `layers` layers in memory, filled batch by batch."""
 
     def __init__(self, layers: Sequence[int], kept: int, width: int, batches: int):
         self.arrays: dict[int, Any] = {count: np.empty((kept, width), np.float32) for count in layers}
@@ -46,19 +46,19 @@ class Store:
         """Returns the numbers of the batches that are not done."""
         return np.flatnonzero(self.done == 0).tolist()
 
-    def put(self, batch: int, slots: np.ndarray, states: dict[int, torch.Tensor]) -> None:
-        """Stores the results of `batch`: layer count -> states [k, D] for the rows `slots` [k]."""
-        for count, state in states.items():
-            self.arrays[count][slots] = state.numpy()
+    def put(self, batch: int, slots: np.ndarray, hidden: dict[int, torch.Tensor]) -> None:
+        """Stores the results of `batch`: layer count -> hidden states [k, D] for the rows `slots` [k]."""
+        for count, one in hidden.items():
+            self.arrays[count][slots] = one.numpy()
         self.done[batch] = 1
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """Returns all states once every batch is done."""
+        """Returns all hidden states once every batch is done."""
         return {count: torch.from_numpy(array) for count, array in self.arrays.items()}
 
 
 class FolderStore(Store):
-    """Holds the states in a folder that all processes share; as a context manager, locks the folder.
+    """Holds the hidden states in a folder that all processes share; as a context manager, locks the folder.
 
     With `folder` None the folder is temporary and unlinked as soon as every process has opened its files: the space is
     freed with the arrays, even if a process is killed.
@@ -109,16 +109,16 @@ class FolderStore(Store):
         """Returns the numbers of the batches not done when the folder was opened, equal in every process."""
         return self._pending
 
-    def put(self, batch: int, slots: np.ndarray, states: dict[int, torch.Tensor]) -> None:
+    def put(self, batch: int, slots: np.ndarray, hidden: dict[int, torch.Tensor]) -> None:
         """Stores the results of `batch`, which is marked done at the next flush."""
-        for count, state in states.items():
-            self.arrays[count][slots] = state.numpy()
+        for count, one in hidden.items():
+            self.arrays[count][slots] = one.numpy()
         self._unmarked.append(batch)
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self._flush()
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """Returns all states once every process has finished.
+        """Returns all hidden states once every process has finished.
 
         Raises:
             CalibrationError: a process ended early, or the folder was changed.
@@ -132,7 +132,7 @@ class FolderStore(Store):
         return super().finish()
 
     def _flush(self) -> None:
-        """Writes the states before the marks, so that a mark on the disk implies its states."""
+        """Writes the hidden states before the marks, so that a mark on the disk implies them."""
         if self._unmarked:
             for array in self.arrays.values():
                 array.flush()
@@ -209,8 +209,8 @@ class FolderStore(Store):
 
     def _files(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Returns the shape and type of each array file."""
-        states = (self.record["kept"], self.record["width"])
-        files = {f"states_{count}.npy": (states, np.dtype(np.float32)) for count in self.record["layers"]}
+        hidden = (self.record["kept"], self.record["width"])
+        files = {f"states_{count}.npy": (hidden, np.dtype(np.float32)) for count in self.record["layers"]}
         return files | {DONE_FILE: ((self.record["batches"],), np.dtype(np.uint8))}
 
     def _open(self, folder: Path, mode: Any) -> tuple[dict[int, Any], Any]:
