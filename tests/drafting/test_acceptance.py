@@ -59,7 +59,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory):
 
 def network_of(target: Target, store: AnswerStore, tokens: torch.Tensor) -> DrafterNetwork:
     """An untrained network that is right now and then: where the residual is the last token's embedding, nearly."""
-    states = torch.cat([store.states(answer) for answer in store.answers])
+    states = torch.cat([store.hidden(answer) for answer in store.answers])
     shape = Shape.of(target.head.shape[1], target.embeddings.shape[1])
     network = DrafterNetwork.untrained(shape, states, target.head[tokens], None, 0)
     with torch.no_grad():  # a regression from the last token to the state after it
@@ -82,19 +82,19 @@ def test_shares_are_those_of_real_coupled_drafting(drawn) -> None:
     counts = np.zeros((2, DRAFTS, 2))
     confident = np.zeros((len(CONFIDENCES), 2))
     for answer, gumbel in zip(store.answers, noise, strict=True):
-        ids, states = answer.ids, store.states(answer).float()
+        ids, states = answer.ids, store.hidden(answer).float()
         cache = None
-        for row in range(answer.states):
+        for row in range(answer.rows):
             run = network.rows(target.embeddings[ids[row + 1]][None], states[row : row + 1], cache)
             cache = run.cache
             for kind in range(2) if row >= answer.prompt - 1 else ():
                 step = run
                 for draft in range(DRAFTS):
                     at = row + draft + 1
-                    if at >= answer.states:
+                    if at >= answer.rows:
                         break
                     if draft:
-                        step = network.rows(target.embeddings[ids[row + draft + 1]][None], step.states, step.cache)
+                        step = network.rows(target.embeddings[ids[row + draft + 1]][None], step.hidden, step.cache)
                     logits = step.logits[0].numpy()
                     own = gumbel[at - answer.prompt + 1][: len(tokens)]
                     drafted = int((logits / TEMPERATURE + own if kind == 0 else logits).argmax())

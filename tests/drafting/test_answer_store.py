@@ -35,8 +35,8 @@ def test_what_was_added_is_read_again(tmp_path: Path) -> None:
     for (request, tokens, states), found in zip(added, store.answers, strict=True):
         assert found.ids.tolist() == [*request.ids, *tokens]
         assert (found.number, found.prompt, found.held_out) == (request.number, len(request.ids), request.held_out)
-        assert (found.states, found.new_tokens) == (len(states), len(tokens))
-        assert torch.equal(store.states(found), torch.from_numpy(states).to(torch.bfloat16))
+        assert (found.rows, found.new_tokens) == (len(states), len(tokens))
+        assert torch.equal(store.hidden(found), torch.from_numpy(states).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("left", ["states", "half a line", "states and half a line"])
@@ -56,7 +56,7 @@ def test_a_kill_loses_one_batch(tmp_path: Path, left: str) -> None:
     store.reload()
     assert [found.number for found in store.answers] == [0, 1, 2]
     expected = torch.from_numpy(answer(2)[2]).to(torch.bfloat16)
-    assert torch.equal(store.states(store.answers[2]), expected)
+    assert torch.equal(store.hidden(store.answers[2]), expected)
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert [found.number for found in store.answers] == [0]
     store.append([answer(1)], 1.0)
     store.reload()
-    assert torch.equal(store.states(store.answers[1]), torch.from_numpy(answer(1)[2]).to(torch.bfloat16))
+    assert torch.equal(store.hidden(store.answers[1]), torch.from_numpy(answer(1)[2]).to(torch.bfloat16))
 
 
 def test_processes_read_what_the_others_added(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_processes_read_what_the_others_added(tmp_path: Path) -> None:
         store.reload()
         assert [found.number for found in store.answers] == [0, 1, 2, 3]
         assert (store.answered, store.seconds) == (2, seconds)
-        assert torch.equal(store.states(store.answers[3]), torch.from_numpy(answer(3)[2]).to(torch.bfloat16))
+        assert torch.equal(store.hidden(store.answers[3]), torch.from_numpy(answer(3)[2]).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_rows_of_several_sequences_equal_the_reference(bits: int, bias: bool, tm
             rows = reference.rows(torch.from_numpy(embeddings[number]), torch.from_numpy(states[number]), one.cache)
             one.cache, one.rows = rows.cache, one.rows + count
             np.testing.assert_allclose(logits[number], rows.logits[-1].numpy(), atol=3e-4)
-            np.testing.assert_allclose(new_states[number], rows.states[-1].numpy(), atol=3e-4)
+            np.testing.assert_allclose(new_states[number], rows.hidden[-1].numpy(), atol=3e-4)
             assert isinstance(one.cache, Cache)
 
 
@@ -123,6 +123,6 @@ def test_the_network_beside_the_segments_equals_the_reference(weights: str, tmp_
             given = (torch.from_numpy(values[number, :count]) for values in (embeddings, states))
             rows = reference.rows(*given, caches[first + number])
             caches[first + number] = rows.cache
-            for made, expected in ((logits, rows.logits), (new_states, rows.states)):
+            for made, expected in ((logits, rows.logits), (new_states, rows.hidden)):
                 scale = float(expected[-1].abs().max())
                 np.testing.assert_allclose(made[number, 0], expected[-1].numpy(), atol=rtol * scale)

@@ -254,7 +254,7 @@ class TestRefusals:
     def test_states_of_another_width(self, bundle, model: Path, prompts: str, target: Target) -> None:
         bundle.engine.mixers = torch.cat([bundle.engine.mixers, bundle.engine.mixers], -1)
         bundle.engine.target = Target(target.embeddings, torch.cat([target.head, target.head], -1), None, "")
-        with pytest.raises(DraftError, match=r"the bundle's states have the shape \(\d+, 64\), not \(\d+, 32\)"):
+        with pytest.raises(DraftError, match=r"the bundle's hidden states have shape \(\d+, 64\), not \(\d+, 32\)"):
             draft(str(model), bundle.path, config(prompts))
 
     def test_states_that_are_not_finite(self, bundle, model: Path, prompts: str, monkeypatch) -> None:

@@ -94,10 +94,10 @@ def test_training_sees_what_step_by_step_drafting_gives(state: int, embedding: i
             if row + draft + 1 > LENGTH:
                 break
             if draft:
-                run = network.rows(embeddings[row + draft + 1][None], run.states, run.cache)
+                run = network.rows(embeddings[row + draft + 1][None], run.hidden, run.cache)
                 logits, state_after = plain.row(embeddings[row + draft + 1].double().numpy(), state_after)
             np.testing.assert_allclose(run.logits[0].numpy(), logits, rtol=1e-3, atol=1e-3)
-            np.testing.assert_allclose(run.states[0].numpy(), state_after, rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(run.hidden[0].numpy(), state_after, rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(trained[draft][row], run.logits[0], atol=1e-3, rtol=1e-3)
         plain.forget(row + 1)
 
@@ -126,7 +126,7 @@ def test_arrays_survive() -> None:
 def test_an_untrained_network_is_centered_on_the_states() -> None:
     states = torch.randn(5000, 64) * 3 + torch.arange(64)
     network = DrafterNetwork.untrained(Shape.of(64, 48), states, torch.randn(10, 64), None, 0)
-    normalized = network.normalized_states(states)
+    normalized = network.normalized_hidden(states)
     assert normalized.median().abs() < 0.05
     assert float(normalized.std()) == pytest.approx(1, abs=0.05)
     assert float(network.final_norm[0].detach()) == pytest.approx(0.4 * float(states.square().mean().sqrt()), rel=1e-4)

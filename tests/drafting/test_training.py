@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> AnswerStore:
 
 def trainer_of(store: AnswerStore, processes: Processes = SINGLE, tokens: int = 200) -> Trainer:
     ids = torch.from_numpy(frequent_tokens(store.answers, tokens, TARGET.vocabulary))
-    states = torch.cat([store.states(answer) for answer in store.answers])
+    states = torch.cat([store.hidden(answer) for answer in store.answers])
     shape = Shape.of(TARGET.head.shape[1], TARGET.embeddings.shape[1])
     network = DrafterNetwork.untrained(shape, states, TARGET.head[ids], TARGET.bias[ids], 0)
     return Trainer(network, ids, TARGET.embeddings, store, 0, processes)
@@ -71,10 +71,10 @@ def test_the_gradient_is_that_of_the_divergence(store: AnswerStore, monkeypatch:
     network.zero_grad()
     loss, overlaps = torch.zeros(()), 0.0
     for answer in chosen:  # alone, without padding
-        states = store.states(answer).float()
+        states = store.hidden(answer).float()
         wanted = torch.nn.functional.linear(states, network.head, network.bias).log_softmax(-1)
         embeddings = TARGET.embeddings[torch.from_numpy(answer.ids).long()]
-        positions = torch.arange(max(answer.prompt - 1, steps), answer.states)
+        positions = torch.arange(max(answer.prompt - 1, steps), answer.rows)
         for step, rows in enumerate(network.draft_steps(embeddings[None], states[None], steps), 1):
             drafted = network.logits(rows[0, positions - step]).log_softmax(-1)
             divergence = torch.nn.functional.kl_div(drafted, wanted[positions], log_target=True, reduction="sum")
@@ -151,7 +151,7 @@ def test_batches_have_those_visited_least_and_similar_lengths(store: AnswerStore
     batches = plan_batches(store.answers, visits, random)
     assert sorted(place for batch in batches for place in batch) == list(range(20, len(store.answers)))
     for batch in batches:
-        lengths = [store.answers[place].states for place in batch]
+        lengths = [store.answers[place].rows for place in batch]
         assert len(batch) == 1 or len(batch) * max(lengths) <= 120
 
 

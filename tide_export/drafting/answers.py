@@ -1,6 +1,6 @@
-"""Generates a bundle's answers to prompts and stores them with the model's states.
+"""Generates a bundle's answers to prompts and stores them with the model's hidden states.
 
-The bundle's own runtime generates them, so a drafter learns from the states it will read, with their rounding.
+The bundle's own runtime generates them, so a drafter learns from the hidden states it will read, with their rounding.
 """
 
 import math
@@ -48,7 +48,7 @@ class Answerer:
         """Answers the next prompts, for about `BATCH_SECONDS` or `seconds`, whichever is less.
 
         Raises:
-            DraftError: the answers are too short to train on, states are not finite, or they cannot be stored.
+            DraftError: the answers are too short to train on, hidden states are not finite, or they cannot be stored.
             GenerationError: the bundle cannot answer lists of prompts.
         """
         began = schedule.now()
@@ -64,16 +64,16 @@ class Answerer:
         results = self._engine.generate([list(request.ids) for request in requests], config)
         answered = list[tuple[Request, Sequence[int], np.ndarray]]()
         for request, result in zip(requests, results, strict=True):
-            states = result.states
+            hidden = result.states
             expected = (len(request.ids) + len(result.tokens) - 1, store.width)
-            if states is None or states.shape != expected:
-                shape = None if states is None else states.shape
-                raise DraftError(f"the bundle's states have the shape {shape}, not {expected}: is it of this model?")
-            if not np.isfinite(states).all():
+            if hidden is None or hidden.shape != expected:
+                shape = None if hidden is None else hidden.shape
+                raise DraftError(f"the bundle's hidden states have shape {shape}, not {expected}: is it of this model?")
+            if not np.isfinite(hidden).all():
                 raise DraftError(
-                    "the bundle's states hold numbers that are not finite: `tide-export validate` checks it"
+                    "the bundle's hidden states hold numbers that are not finite: `tide-export validate` checks it"
                 )
-            answered.append((request, result.tokens, states))
+            answered.append((request, result.tokens, hidden))
         if not store.answered and max(len(tokens) for _, tokens, _ in answered) < MIN_NEW_TOKENS:
             raise DraftError(
                 f"the model answers each of the first {size} prompts with fewer than {MIN_NEW_TOKENS} tokens, so there "

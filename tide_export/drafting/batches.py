@@ -18,37 +18,37 @@ class Batch:
 
     Attributes:
         ids: token ids, int64 [B, S + 1].
-        states: the model's final states, bfloat16 [B, S, D].
-        sequences, positions: indices of the states whose next token belongs to an answer, int64 [N] each.
+        hidden: the model's final states, bfloat16 [B, S, D].
+        sequences, positions: indices of the hidden states whose next token belongs to an answer, int64 [N] each.
     """
 
     ids: torch.Tensor
-    states: torch.Tensor
+    hidden: torch.Tensor
     sequences: torch.Tensor
     positions: torch.Tensor
 
     @classmethod
     def of(cls, answers: Sequence[Answer], store: AnswerStore, first: int, device: torch.device) -> "Batch":
-        """Reads the states of `answers` into a batch on `device`.
+        """Reads the hidden states of `answers` into a batch on `device`.
 
         Args:
             first: first position to learn from; earlier ones have too few rows before them.
         """
-        length = max(answer.states for answer in answers)
+        length = max(answer.rows for answer in answers)
         ids = torch.zeros(len(answers), length + 1, dtype=torch.long)
-        states = torch.zeros(len(answers), length, store.width, dtype=torch.bfloat16)
+        hidden = torch.zeros(len(answers), length, store.width, dtype=torch.bfloat16)
         learned = torch.zeros(len(answers), length, dtype=torch.bool)
         for row, answer in enumerate(answers):
             ids[row, : len(answer.ids)] = torch.from_numpy(answer.ids)
-            states[row, : answer.states] = store.states(answer)
-            learned[row, max(answer.prompt - 1, first) : answer.states] = True
+            hidden[row, : answer.rows] = store.hidden(answer)
+            learned[row, max(answer.prompt - 1, first) : answer.rows] = True
         sequences, positions = learned.nonzero(as_tuple=True)
-        return cls(ids.to(device), states.to(device), sequences.to(device), positions.to(device))
+        return cls(ids.to(device), hidden.to(device), sequences.to(device), positions.to(device))
 
 
 def learned_tokens(answers: Iterable[Answer], first: int) -> int:
     """Returns the number of positions to learn from in batches of `answers`."""
-    return sum(max(0, answer.states - max(answer.prompt - 1, first)) for answer in answers)
+    return sum(max(0, answer.rows - max(answer.prompt - 1, first)) for answer in answers)
 
 
 def plan_batches(
@@ -68,10 +68,10 @@ def plan_batches(
     generator.shuffle(indices)
     batches = list[list[int]]()
     for first in range(0, len(indices), SORTED):
-        part = sorted(indices[first : first + SORTED], key=lambda index: answers[index].states)
+        part = sorted(indices[first : first + SORTED], key=lambda index: answers[index].rows)
         group: list[list[int]] = [[]]
         for index in part:
-            if group[-1] and (len(group[-1]) + 1) * answers[index].states > MAX_POSITIONS:
+            if group[-1] and (len(group[-1]) + 1) * answers[index].rows > MAX_POSITIONS:
                 group.append([])
             group[-1].append(index)
         batches += [group[number] for number in generator.permutation(len(group))]

@@ -31,7 +31,7 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
 
     Raises:
         BundleError: the bundle is missing or damaged.
-        DraftError: it is of another model, gives the states of an EAGLE-3 head, or has no single
+        DraftError: it is of another model, gives the hidden states of an EAGLE-3 head, or has no single
             lookup of its embedding.
     """
     opened = open_bundle(Path(bundle), verify=False)

@@ -45,8 +45,7 @@ def draft(
 
     Args:
         model: folder or hub id.
-        cache: folder for answers and training state, which is kept; None: a hidden folder beside the bundle, removed
-            at the end.
+        cache: folder for answers and snapshots, which is kept; None: a hidden folder beside the bundle, then removed.
         trust_remote_code: run Python code from the model's folder (see `model.source.load_model`).
 
     Returns:

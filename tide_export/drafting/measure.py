@@ -48,7 +48,7 @@ class Acceptance:
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """The output of full depth for each state of an answer, independent of the drafter."""
+    """The output of full depth for each hidden state of an answer, independent of the drafter."""
 
     normalizers: torch.Tensor  # log of the sum of exp(logits / T), [S]
     likeliest: torch.Tensor  # token ids, [S]
@@ -99,20 +99,20 @@ class HeldOut:
         confident: np.ndarray,
     ) -> None:
         device = network.center.device
-        states = self._store.states(answer).float().to(device)
+        hidden = self._store.hidden(answer).float().to(device)
         ids = torch.from_numpy(answer.ids).long().to(device)
-        drawn = self._drawn_of(answer, states)
+        drawn = self._drawn_of(answer, hidden)
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + answer.number)
         embeddings = functional.embedding(ids, self._target.embeddings)
-        outputs = [rows[0] for rows in network.draft_steps(embeddings[None], states[None], DRAFTS)]
-        begin = max(answer.prompt, 1)  # the first draft is for the second new token, at this state
-        length = len(states)
+        outputs = [rows[0] for rows in network.draft_steps(embeddings[None], hidden[None], DRAFTS)]
+        begin = max(answer.prompt, 1)  # the first draft is for the second new token, at this hidden state
+        length = len(hidden)
         # Indexed by draft and by the row at which its chain began.
         accepted = torch.zeros(DRAFTS, length, dtype=torch.bool)
         greedy_text, greedy_likeliest = torch.zeros_like(accepted), torch.zeros_like(accepted)
         for first in range(begin, length, CHUNK):
             at = torch.arange(first, min(first + CHUNK, length), device=device)
-            noise = self._noise(network, tokens, states[at], ids[at + 1], drawn.normalizers[at], generator)
+            noise = self._noise(network, tokens, hidden[at], ids[at + 1], drawn.normalizers[at], generator)
             for draft, rows in enumerate(outputs):
                 kept = at - draft >= begin  # drafts of chains that began in the answer
                 chunk = at[kept]
@@ -137,11 +137,11 @@ class HeldOut:
                 counts[kind, draft] += int((equal[draft] & alive).sum()), int(alive.sum())
                 alive = alive & before[draft]
 
-    def _drawn_of(self, answer: Answer, states: torch.Tensor) -> _Drawn:
+    def _drawn_of(self, answer: Answer, hidden: torch.Tensor) -> _Drawn:
         if answer.number not in self._drawn:
             head, bias = self._target.head, self._target.bias
             normalizers, likeliest = list[torch.Tensor](), list[torch.Tensor]()
-            for part in states.split(CHUNK):
+            for part in hidden.split(CHUNK):
                 logits = functional.linear(part, head, bias)
                 normalizers.append(torch.logsumexp(logits / self._temperature, -1))
                 likeliest.append(logits.argmax(-1))
@@ -152,15 +152,15 @@ class HeldOut:
         self,
         network: DrafterNetwork,
         tokens: torch.Tensor,
-        states: torch.Tensor,
+        hidden: torch.Tensor,
         following: torch.Tensor,
         normalizers: torch.Tensor,
         generator: torch.Generator,
     ) -> torch.Tensor:
         """Draws the noise of the drafter's tokens [N, n], given the tokens `following` [N] that were drawn."""
-        logits = network.logits(states) / self._temperature
-        largest = normalizers[:, None] + _gumbel((len(states), 1), generator).to(states.device)
-        below = logits + _gumbel((len(states), len(tokens)), generator).to(states.device)
+        logits = network.logits(hidden) / self._temperature
+        largest = normalizers[:, None] + _gumbel((len(hidden), 1), generator).to(hidden.device)
+        below = logits + _gumbel((len(hidden), len(tokens)), generator).to(hidden.device)
         sums = -torch.logaddexp(-largest, -below)
         return torch.where(tokens[None] == following[:, None], largest, sums) - logits
 

@@ -1,9 +1,9 @@
 """The drafter in PyTorch; `routers.drafter_weights` has the formula.
 
 `draft_steps` runs whole sequences for training, `rows` runs rows with a K/V cache as the runtime does. Step `k` of
-`draft_steps` reads the states that step `k - 1` proposed in place of the model's ("training-time test" of EAGLE-3, Li
-et al. 2025, https://arxiv.org/abs/2503.01840), and attends only to rows of the model's states and to earlier steps of
-its chain.
+`draft_steps` reads the hidden states that step `k - 1` proposed in place of the model's ("training-time test" of
+EAGLE-3, Li et al. 2025, https://arxiv.org/abs/2503.01840), and attends only to rows of the model's hidden states and to
+earlier steps of its chain.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from tide_export.routers.drafter_weights import EPSILON, HEAD_DIM, LIMIT, ROTARY
 
 MATRIX_GAIN = 0.7  # initial standard deviation of a matrix, times the root of its inputs
 RESIDUAL_GAIN = 0.3  # further factor for matrices that write to the residual stream
-IDENTITY_GAIN = 0.7  # share of the identity in the initial `fuse`, which so begins with the state it reads
-FINAL_GAIN = 0.4  # initial final norm, times the root mean square of the model's states
+IDENTITY_GAIN = 0.7  # share of the identity in the initial `fuse`, which so begins with the hidden state it reads
+FINAL_GAIN = 0.4  # initial final norm, times the root mean square of the model's hidden states
 FIXED = ("center", "scale")  # measured, not trained
 MASKED = -1e9
 
@@ -47,12 +47,12 @@ class Rows:
 
     Attributes:
         logits: over the drafter's n tokens, float32 [N, n].
-        states: read by the next draft in place of the model's, float32 [N, D].
+        hidden: read by the next draft in place of the model's, float32 [N, D].
         cache: the cache with these rows appended.
     """
 
     logits: torch.Tensor
-    states: torch.Tensor
+    hidden: torch.Tensor
     cache: Cache
 
 
@@ -91,12 +91,12 @@ class DrafterNetwork(nn.Module):
 
     @classmethod
     def untrained(
-        cls, shape: Shape, states: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, seed: int
+        cls, shape: Shape, hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, seed: int
     ) -> "DrafterNetwork":
         """Returns a network to train.
 
         Args:
-            states: a sample of the model's states, [N, D], on which center and scale are measured.
+            hidden: a sample of the model's hidden states, [N, D], on which center and scale are measured.
             seed: seed of the initial weights.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -108,18 +108,18 @@ class DrafterNetwork(nn.Module):
         state_part = arrays["fuse"][:, shape.embedding :]
         state_part *= (1 - IDENTITY_GAIN**2) ** 0.5
         state_part += IDENTITY_GAIN * torch.eye(shape.hidden)
-        low, arrays["center"], high = torch.quantile(states.float(), torch.tensor([0.16, 0.5, 0.84]), dim=0)
+        low, arrays["center"], high = torch.quantile(hidden.float(), torch.tensor([0.16, 0.5, 0.84]), dim=0)
         arrays["scale"] = (high - low) / 2 + 1e-3
-        arrays["final_norm"] *= FINAL_GAIN * float(states.float().square().mean().sqrt())
+        arrays["final_norm"] *= FINAL_GAIN * float(hidden.float().square().mean().sqrt())
         return cls(shape, arrays, head, bias)
 
     def to_arrays(self) -> dict[str, NDArray[np.float32]]:
         """Returns the arrays of a `Drafter`."""
         return {name: getattr(self, name).detach().float().cpu().numpy().copy() for name in self.shape.arrays}
 
-    def normalized_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns the model's states [..., D] centered, scaled and clipped, as the network reads them."""
-        return ((states.float() - self.center) / self.scale).clamp(-LIMIT, LIMIT)
+    def normalized_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the model's hidden states [..., D] centered, scaled and clipped, as the network reads them."""
+        return ((hidden.float() - self.center) / self.scale).clamp(-LIMIT, LIMIT)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Returns the logits of normalized outputs [..., D]."""
@@ -129,23 +129,23 @@ class DrafterNetwork(nn.Module):
         """Applies the final norm to the residual stream [..., D] after the layer, for the head."""
         return _rms_norm(residual, self.final_norm)
 
-    def draft_steps(self, embeddings: torch.Tensor, states: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
+    def draft_steps(self, embeddings: torch.Tensor, hidden: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
         """Yields the normalized outputs [B, S, D] of all rows of whole sequences, for each draft step.
 
         At step `k`, counted from 1, row `i` reads token `i + k` and proposes token `i + k + 1`, after `k - 1` drafts
-        that follow the model's state `i`. Rows whose tokens are beyond the sequence's end are meaningless.
+        that follow the model's hidden state `i`. Rows whose tokens are beyond the sequence's end are meaningless.
 
         Args:
             embeddings: embeddings of all tokens including the first, [B, T, E], T <= S + 1.
-            states: the model's states, [B, S, D].
+            hidden: the model's hidden states, [B, S, D].
         """
-        length = states.shape[1]
+        length = hidden.shape[1]
         needed = length + steps
         if embeddings.shape[1] < needed:
             embeddings = functional.pad(embeddings, (0, 0, 0, needed - embeddings.shape[1]))
-        causal = torch.full((length, length), MASKED, device=states.device).triu(1)
+        causal = torch.full((length, length), MASKED, device=hidden.device).triu(1)
         mask = causal.repeat(self.group, 1)
-        features = self.normalized_states(states)
+        features = self.normalized_hidden(hidden)
         context: Cache | None = None
         chain: list[Cache] = []  # K/V of the same row at earlier steps and this one
         for step in range(1, steps + 1):
@@ -160,21 +160,21 @@ class DrafterNetwork(nn.Module):
             yield self.normalized_outputs(residual)
 
     @torch.no_grad()
-    def rows(self, embeddings: torch.Tensor, states: torch.Tensor, cache: Cache | None = None) -> Rows:
+    def rows(self, embeddings: torch.Tensor, hidden: torch.Tensor, cache: Cache | None = None) -> Rows:
         """Runs the next N rows after those of a cache, as the runtime does.
 
         Args:
             embeddings: embedding of token `i + 1` for each row `i`, [N, E].
-            states: state `i` for each row `i`, the model's or a draft's, [N, D].
+            hidden: hidden state `i` for each row `i`, the model's or a draft's, [N, D].
             cache: K/V of the earlier rows; None: the rows start at 0.
         """
         past = 0 if cache is None else cache.rows
-        residual = self._fused(embeddings[None], self.normalized_states(states)[None])
+        residual = self._fused(embeddings[None], self.normalized_hidden(hidden)[None])
         queries, keys, values = self._heads(residual, past)
         if cache is not None:
             keys, values = torch.cat([cache.keys[None], keys], 2), torch.cat([cache.values[None], values], 2)
-        count = len(states)
-        mask = torch.full((count, past + count), MASKED, device=states.device).triu(1 + past).repeat(self.group, 1)
+        count = len(hidden)
+        mask = torch.full((count, past + count), MASKED, device=hidden.device).triu(1 + past).repeat(self.group, 1)
         residual = self._finished(residual, self._chain_attention(queries, Cache(keys, values), [], mask))[0]
         logits = self.logits(self.normalized_outputs(residual))
         return Rows(logits, residual * self.scale + self.center, Cache(keys[0], values[0]))

@@ -61,9 +61,9 @@ class _Piece:
 
 
 class _Attend(_Piece):
-    """The first graph: fuses embeddings and states, and attends.
+    """The first graph: fuses embeddings and hidden states, and attends.
 
-    embeddings [B, S, E], states [B, S, D], positions [B, S] -> fused [B, S, D], attended [B, S, heads * HEAD_DIM].
+    embeddings [B, S, E], hidden [B, S, D], positions [B, S] -> fused [B, S, D], attended [B, S, heads * HEAD_DIM].
     """
 
     def __init__(self, drafter: Drafter, max_tokens: int):
@@ -72,14 +72,14 @@ class _Attend(_Piece):
 
     def graph(self) -> ir.Graph:
         embeddings = typed_value("embeddings", FLOAT, [BATCH, ROWS, self.shape.embedding])
-        states = typed_value("states", FLOAT, [BATCH, ROWS, self.shape.hidden])
+        hidden = typed_value("states", FLOAT, [BATCH, ROWS, self.shape.hidden])
         self.positions = typed_value("positions", INT64, [BATCH, ROWS])
-        fused = self._fuse(embeddings, states)
-        return self.of([embeddings, states, self.positions], [fused, self._attention(fused)])
+        fused = self._fuse(embeddings, hidden)
+        return self.of([embeddings, hidden, self.positions], [fused, self._attention(fused)])
 
-    def _fuse(self, embeddings: ir.Value, states: ir.Value) -> ir.Value:
+    def _fuse(self, embeddings: ir.Value, hidden: ir.Value) -> ir.Value:
         width = self.shape.hidden
-        centered = self.op("Sub", [states, self.array("center")], width)
+        centered = self.op("Sub", [hidden, self.array("center")], width)
         scaled = self.op("Div", [centered, self.array("scale")], width)
         low, high = (self.builder.weights.float32(f"limit_{n}", np.array(n)) for n in (-LIMIT, LIMIT))
         clipped = self.op("Clip", [scaled, low, high], width)
@@ -123,7 +123,7 @@ class _Attend(_Piece):
 
 
 class _Propose(_Piece):
-    """The second graph: the outputs of `_Attend` -> logits [B, S, n] and next states [B, S, D]."""
+    """The second graph: the outputs of `_Attend` -> logits [B, S, n] and next hidden states [B, S, D]."""
 
     def __init__(self, drafter: Drafter):
         super().__init__("propose", drafter)

@@ -27,7 +27,7 @@ from tide_export.drafting.prompts import Prompts
 from tide_export.drafting.report import DraftReport
 from tide_export.drafting.schedule import Round, Spent
 from tide_export.drafting.snapshot import Snapshot
-from tide_export.drafting.store import STATE_BYTES, AnswerStore, check_space
+from tide_export.drafting.store import HIDDEN_BYTES, AnswerStore, check_space
 from tide_export.drafting.target import Target
 from tide_export.drafting.training import Trainer
 from tide_export.drafting.vocabulary import frequent_tokens
@@ -38,7 +38,7 @@ from tide_export.runtime.engine import Engine, load
 logger = logging.getLogger("tide_export")
 
 SAVE_SECONDS = 120.0  # training time between snapshots
-SAMPLED_ANSWERS, SAMPLED_STATES = 300, 20_000  # for measuring center and scale
+SAMPLED_ANSWERS, SAMPLED_ROWS = 300, 20_000  # for measuring center and scale
 ROUND_ANSWERS = 40  # for measuring acceptance after a round; the last round uses all held-out answers
 
 
@@ -210,9 +210,9 @@ class Run:
             DraftError: it has not.
         """
         store = self._store
-        stored = sum(answer.states for answer in store.answers if answer.process == store.rank)
+        stored = sum(answer.rows for answer in store.answers if answer.process == store.rank)
         left = max(0.0, schedule.answer_share(self._spent()) * total - store.seconds)
-        needed = stored / store.seconds * left * store.width * STATE_BYTES * store.count if store.seconds else 0.0
+        needed = stored / store.seconds * left * store.width * HIDDEN_BYTES * store.count if store.seconds else 0.0
         check_space(self._folder, int(needed), f"the answers of {duration(total)}")
 
     def _new_trainer(self, tokens: np.ndarray | None = None) -> Trainer:
@@ -223,11 +223,11 @@ class Run:
         token_ids = torch.from_numpy(tokens).to(target.head.device)
         generator = np.random.default_rng(seed)
         sample = generator.permutation(len(store.answers))[:SAMPLED_ANSWERS]
-        states = torch.cat([store.states(store.answers[index]) for index in sample])
-        states = states[torch.from_numpy(generator.permutation(len(states))[:SAMPLED_STATES])].float()
+        hidden = torch.cat([store.hidden(store.answers[index]) for index in sample])
+        hidden = hidden[torch.from_numpy(generator.permutation(len(hidden))[:SAMPLED_ROWS])].float()
         shape = Shape.of(target.head.shape[1], target.embeddings.shape[1])
         bias = None if target.bias is None else target.bias[token_ids]
-        network = DrafterNetwork.untrained(shape, states, target.head[token_ids], bias, seed)
+        network = DrafterNetwork.untrained(shape, hidden, target.head[token_ids], bias, seed)
         network = network.to(target.head.device)
         return Trainer(network, token_ids, target.embeddings, store, seed, self._processes)
 

@@ -1,7 +1,7 @@
-"""Stores answers and the model's states on disk; a killed run loses at most one batch.
+"""Stores answers and the model's hidden states on disk; a killed run loses at most one batch.
 
-Each process appends to a file of states, bfloat16 [positions, D], and then a line to its JSON index. Opening the files
-removes what follows the states of the last complete line.
+Each process appends to a file of hidden states, bfloat16 [positions, D], and then a line to its JSON index. Opening the
+files removes what follows the hidden states of the last complete line.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from tide_export.drafting.prompts import Request
 from tide_export.errors import DraftError
 
 SETTINGS_FILE = "settings.json"
-STATE_BYTES = 2
-SPARE_BYTES = 200_000_000  # for the trainer's state and the drafter
+HIDDEN_BYTES = 2
+SPARE_BYTES = 200_000_000  # for the trainer's snapshot and the drafter
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +35,8 @@ class Answer:
         ids: token ids of prompt and answer, int32 [n].
         prompt: number of prompt tokens.
         held_out: whether it is measured on and not trained on.
-        process: rank of the process whose file has the states.
-        offset: index of the first state in that file; each token but the last has one.
+        process: rank of the process whose file has the hidden states.
+        offset: index of the first hidden state in that file; each token but the last has one.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Answer:
     offset: int
 
     @property
-    def states(self) -> int:
+    def rows(self) -> int:
         return len(self.ids) - 1
 
     @property
@@ -68,7 +68,7 @@ class AnswerStore:
         """Opens or creates the files of process `rank` of `count`.
 
         Args:
-            width: size of a state, D.
+            width: size of a hidden state, D.
 
         Raises:
             DraftError: the files cannot be opened, or are damaged.
@@ -81,7 +81,7 @@ class AnswerStore:
         self._maps: dict[int, np.ndarray] = {}
         try:
             end = self._repair()
-            self._states = self._file("states", rank).open("ab")
+            self._hidden = self._file("states", rank).open("ab")
             self._index = self._file("answers", rank).open("ab")
         except OSError as error:
             raise DraftError(f"cannot use the cache {folder}: {failure(error, folder)}") from error
@@ -92,13 +92,13 @@ class AnswerStore:
         """Appends answers.
 
         Args:
-            answered: the request, new tokens and states, float32 [tokens - 1, D], of each answer.
+            answered: the request, new tokens and hidden states, float32 [tokens - 1, D], of each answer.
             seconds: time in which they were generated.
 
         Raises:
             DraftError: they cannot be written; the cache is unchanged.
         """
-        entries, states = list[dict[str, Any]](), list[bytes]()
+        entries, hidden = list[dict[str, Any]](), list[bytes]()
         for request, tokens, values in answered:
             entries.append(
                 {
@@ -109,12 +109,12 @@ class AnswerStore:
                 }
             )
             half = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
-            states.append(half.view(torch.int16).numpy().tobytes())
+            hidden.append(half.view(torch.int16).numpy().tobytes())
         end = self._end + sum(len(entry["ids"]) - 1 for entry in entries)
         line = json.dumps({"end": end, "seconds": seconds, "answers": entries}, separators=(",", ":")) + "\n"
         before = self._index.tell()
         try:
-            _append(self._states, b"".join(states))
+            _append(self._hidden, b"".join(hidden))
             _append(self._index, line.encode())
         except OSError as error:
             self._undo(before)
@@ -143,37 +143,37 @@ class AnswerStore:
             self._maps.pop(process, None)
         self.answers.sort(key=lambda answer: answer.number)
 
-    def states(self, answer: Answer) -> torch.Tensor:
-        """Returns the model's states of an answer, bfloat16 [tokens - 1, D]."""
+    def hidden(self, answer: Answer) -> torch.Tensor:
+        """Returns the model's hidden states of an answer, bfloat16 [tokens - 1, D]."""
         if answer.process not in self._maps:
             file = self._file("states", answer.process)
             self._maps[answer.process] = np.memmap(file, np.int16, "r").reshape(-1, self.width)
-        values = self._maps[answer.process][answer.offset : answer.offset + answer.states]
+        values = self._maps[answer.process][answer.offset : answer.offset + answer.rows]
         return torch.from_numpy(np.array(values)).view(torch.bfloat16)
 
     def close(self) -> None:
         """Closes the files."""
         self._maps.clear()
-        self._states.close()
+        self._hidden.close()
         self._index.close()
 
     def _file(self, kind: str, process: int) -> Path:
         return self.folder / f"{kind}-{process}.{'jsonl' if kind == 'answers' else 'bf16'}"
 
     def _repair(self) -> int:
-        """Removes the remains of an interrupted `append`; returns the number of states in the index."""
-        index, states = self._file("answers", self.rank), self._file("states", self.rank)
+        """Removes the remains of an interrupted `append`; returns the number of hidden states in the index."""
+        index, hidden = self._file("answers", self.rank), self._file("states", self.rank)
         content = index.read_bytes() if index.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             os.truncate(index, len(whole))
         lines = whole.splitlines()
         end = int(self._parsed(lines[-1])["end"]) if lines else 0
-        length, wanted = states.stat().st_size if states.exists() else 0, end * self.width * STATE_BYTES
+        length, wanted = hidden.stat().st_size if hidden.exists() else 0, end * self.width * HIDDEN_BYTES
         if length < wanted:
             raise self._damaged()
         if length > wanted:
-            os.truncate(states, wanted)
+            os.truncate(hidden, wanted)
         return end
 
     def _add(self, process: int, line: bytes) -> None:
@@ -204,7 +204,7 @@ class AnswerStore:
     def _undo(self, index: int) -> None:
         with contextlib.suppress(OSError):
             os.truncate(self._file("answers", self.rank), index)
-            os.truncate(self._file("states", self.rank), self._end * self.width * STATE_BYTES)
+            os.truncate(self._file("states", self.rank), self._end * self.width * HIDDEN_BYTES)
 
 
 def _append(stream: Any, content: bytes) -> None:
@@ -244,7 +244,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Checks that the disk of `folder` has room for `needed` bytes and the trainer's state.
+    """Checks that the disk of `folder` has room for `needed` bytes and the trainer's snapshot.
 
     Raises:
         DraftError: it has not; the sentence says that `what` needs the space.

@@ -11,7 +11,7 @@ import torch
 from tide_export.errors import DraftError
 from tide_export.model.source import SourceModel
 
-PROBES = 4  # random states to measure the factor with
+PROBES = 4  # random hidden states to measure the factor with
 PROBE_SIZE = 1e-2  # their standard deviation, so small that soft caps change nothing
 
 SAME = 1e-3  # a factor this close to 1 is rounding
@@ -70,10 +70,10 @@ def _factor(source: SourceModel, head: torch.Tensor) -> float | None:
     None if there is no such factor: the head has layers before its matrix (BERT).
     """
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, PROBES, head.shape[1], generator=generator) * PROBE_SIZE
-    both = torch.cat([states, torch.zeros_like(states)], 1).to(source.device)
+    hidden = torch.randn(1, PROBES, head.shape[1], generator=generator) * PROBE_SIZE
+    both = torch.cat([hidden, torch.zeros_like(hidden)], 1).to(source.device)
     logits = source.head(both).float().cpu()[0]
-    products = states[0] @ head.T
+    products = hidden[0] @ head.T
     differences = logits[:PROBES] - logits[PROBES:]
     factor = float((differences * products).sum() / products.square().sum())
     if float((differences - factor * products).norm()) > MAX_ERROR * float(differences.norm()):

@@ -152,25 +152,25 @@ class Trainer:
             embeddings = functional.embedding(batch.ids, self.embeddings)
             outputs = [
                 rows[batch.sequences, batch.positions - step]
-                for step, rows in enumerate(self.network.draft_steps(embeddings, batch.states, steps), 1)
+                for step, rows in enumerate(self.network.draft_steps(embeddings, batch.hidden, steps), 1)
             ]
-        states = batch.states[batch.sequences, batch.positions]
-        overlap, gradients = self._output_gradients(states, [rows.detach() for rows in outputs], total)
+        hidden = batch.hidden[batch.sequences, batch.positions]
+        overlap, gradients = self._output_gradients(hidden, [rows.detach() for rows in outputs], total)
         torch.autograd.backward(outputs, gradients)
         return overlap
 
     @torch.no_grad()
     def _output_gradients(
-        self, states: torch.Tensor, outputs: list[torch.Tensor], total: int
+        self, hidden: torch.Tensor, outputs: list[torch.Tensor], total: int
     ) -> tuple[float, list[torch.Tensor]]:
         """Returns the sum of overlaps and the gradient of the normalized outputs [N, D] of each draft step."""
         head, bias = self._head, self.network.bias
         gradients = [torch.empty_like(rows) for rows in outputs]
         overlap = torch.zeros((), device=self.device)
         size = CHUNK.get(self.device.type, GPU_CHUNK)
-        for first in range(0, len(states), size):
+        for first in range(0, len(hidden), size):
             part = slice(first, first + size)
-            wanted = _probabilities(states[part].to(head.dtype), head, bias)
+            wanted = _probabilities(hidden[part].to(head.dtype), head, bias)
             for step, (rows, gradient) in enumerate(zip(outputs, gradients, strict=True)):
                 drafted = _probabilities(rows[part].to(head.dtype), head, bias)
                 if step == 0:

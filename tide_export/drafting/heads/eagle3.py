@@ -70,14 +70,14 @@ class Eagle3Step(LlamaPreTrainedModel):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def forward(
-        self, embeddings: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer: Any = self.midlayer
-        normalized = layer.hidden_norm(states)
-        residual = normalized if self.norm_before_residual else states
+        normalized = layer.hidden_norm(hidden)
+        residual = normalized if self.norm_before_residual else hidden
         attended, _ = layer.self_attn(
             torch.cat([layer.input_layernorm(embeddings), normalized], -1),
-            position_embeddings=self.rotary_emb(states, position_ids),
+            position_embeddings=self.rotary_emb(hidden, position_ids),
             attention_mask=None,
         )
         z = residual + attended

@@ -20,14 +20,14 @@ class DraftHead:
     Attributes:
         kind: "EAGLE-3" or "MTP".
         name: the folder or hub id that it was read from.
-        step: embeddings of tokens [B, S, E], states before them [B, S, D], their position_ids [B, S] -> logits
-            [B, S, n], states [B, S, D] for further drafts.
+        step: embeddings of tokens [B, S, E], hidden states before them [B, S, D], their position_ids [B, S] -> logits
+            [B, S, n], hidden states [B, S, D] for further drafts.
         model: which `step` runs, with attention and experts that can be replaced.
         tokens: the ids of the logits, ascending, int64 [n].
         mask: what its attention sees.
         layers: of the model, after which it reads hidden states, as they are concatenated; none: it reads what the
             model's head reads.
-        fc: float32 [D, len(layers) * D], makes states of these; None where there are no `layers`.
+        fc: float32 [D, len(layers) * D], makes one of these; None where there are no `layers`.
     """
 
     kind: str

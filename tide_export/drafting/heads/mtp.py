@@ -3,7 +3,7 @@
 transformers' `MtpModel` knows their layouts.
 
 Such a layer reads what the model's head reads of a position, and the next token's embedding (DeepSeek-AI 2024,
-https://arxiv.org/abs/2412.19437). The first one is read; further drafts are made by the same layer from its own states.
+https://arxiv.org/abs/2412.19437). The first one is read; the same layer makes further drafts from its own.
 """
 
 from typing import Any
@@ -30,11 +30,11 @@ class MtpStep(nn.Module):
         self.model = model
 
     def forward(
-        self, embeddings: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cache: Any = passthrough_cache(1)
-        states = self.model.forward_layer(0, states, position_ids, cache, inputs_embeds=embeddings)
-        return self.model._project_to_logits(states), states
+        hidden = self.model.forward_layer(0, hidden, position_ids, cache, inputs_embeds=embeddings)
+        return self.model._project_to_logits(hidden), hidden
 
 
 def read_mtp(source: SourceModel) -> DraftHead:
@@ -59,7 +59,7 @@ def read_mtp(source: SourceModel) -> DraftHead:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise DraftError(f"the MTP layers of model {name!r} need its head in memory: export without a device map")
     if model.config.hidden_size != source.normalized_size:
-        raise DraftError(f"the MTP layers of model {name!r} read other states than its head")
+        raise DraftError(f"the MTP layers of model {name!r} read other hidden states than its head")
     step = MtpStep(model.eval().requires_grad_(False))
     return DraftHead("MTP", name, step, model, np.arange(source.vocab_size), _mask(model, name))
 

@@ -62,7 +62,7 @@ def head_pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
 
 
 def fuse_of(head: DraftHead, quantized: bool) -> ir.Graph | None:
-    """Composes the head's states of the model's hidden states, if it reads several.
+    """Composes the head's input of the model's hidden states, if it reads several.
 
     Args:
         quantized: the matrix is among the model's quantized ones, as DRAFT_HEAD_FUSION, and not stored in the graph.
@@ -74,11 +74,11 @@ def fuse_of(head: DraftHead, quantized: bool) -> ir.Graph | None:
     shape = ["batch", "tokens", width]
     if quantized:
         attributes = {"weights": [DRAFT_HEAD_FUSION]}
-        states = builder.op(OP_QUANTIZED_MATMUL, [hidden], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
+        made = builder.op(OP_QUANTIZED_MATMUL, [hidden], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
     else:
         weight = builder.weights.float32(f"{DRAFT_HEAD_FUSION}.T", head.fc.T.numpy())
-        states = builder.op("MatMul", [hidden, weight], dtype=FLOAT, shape=shape)
-    return builder.model("fuse", [hidden], {"states": states}).graph
+        made = builder.op("MatMul", [hidden, weight], dtype=FLOAT, shape=shape)
+    return builder.model("fuse", [hidden], {"states": made}).graph
 
 
 def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
@@ -180,7 +180,7 @@ def _split(graph: ir.Graph, attention: ir.Node) -> tuple[ir.Graph, ir.Graph]:
     passed = list(dict.fromkeys(passed))
     for value in passed:
         if value.dtype != FLOAT or rank(value) != 3:
-            raise DraftError(f"what follows its attention reads more than states ({value.name})")
+            raise DraftError(f"what follows its attention reads more than hidden states ({value.name})")
     attend = irc.extract(graph, list(graph.inputs), passed)
     for value in graph.inputs:
         for node, index in list(value.uses()):
