@@ -18,12 +18,12 @@ class EmbeddingInfo:
 class NetworksInfo:
     """The segment networks, and the head's, that the bundle holds beside its graph."""
 
-    weights: str  # precision of their weights, states and K/V: fp32, fp16, bf16
+    weights: str  # precision of their weights, hidden states and K/V: fp32, fp16, bf16
     capacity: int  # tokens their K/V buffers hold
-    state_rows: int  # states their other buffers hold, of each sequence
+    state_rows: int  # hidden states their other buffers hold, of each sequence
     max_tokens: int  # tokens one run may take; longer prompts are run in parts
     max_logits: int  # tokens one run of the head may take
-    exit_size: int  # width of the states the head takes
+    exit_size: int  # width of the hidden states the head takes
     max_batch_size: int  # sequences of one run, and of a batch; 1: no batches
     max_slot_tokens: int  # tokens of each sequence in a run over several
     matrices: str | None = None  # of the layers, stored as int4 or fp8; None, and then not written: as `weights`

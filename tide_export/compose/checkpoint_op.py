@@ -17,15 +17,15 @@ def checkpoint_function(call: ir.Node, opset: int) -> ir.Function:
 
     TideCandidate(states [1, n, D'], last_tokens [m], thresholds [m, 1], down [D', R], up [R, 1], bias [1], ...) ->
     exit_state [m, D'], score [m, 1], exits bool [m, 1]: of each of the `last_tokens` (indices into the n; -1 is the
-    last), the state that the head would read, its score, and whether that is above its threshold (never for NaN). The
+    last), what the head would read, its score, and whether that is above its threshold (never for NaN). The
     inputs that follow and the attributes are those of `exit_function`. The operator does not compute a score that is
     compared with a threshold above 1: it is NaN, and the exit state zero.
     """
     inputs = input_values(call, ["states", "last_tokens", "thresholds"])
     body = GraphBuilder(call.op_type, Weights())
     rows = body.op("Squeeze", [inputs["states"], body.op("Constant", [], {"value_ints": [0]})])
-    state = body.op("Gather", [rows, inputs["last_tokens"]], {"axis": 0})
-    state = add_exit_state(body, call, state, inputs)
-    score = add_score(body, state, inputs)
+    hidden = body.op("Gather", [rows, inputs["last_tokens"]], {"axis": 0})
+    hidden = add_exit_state(body, call, hidden, inputs)
+    score = add_score(body, hidden, inputs)
     exits = body.op("Greater", [score, inputs["thresholds"]])
-    return function_of(call, body, inputs, {"exit_state": state, "score": score, "exits": exits}, opset)
+    return function_of(call, body, inputs, {"exit_state": hidden, "score": score, "exits": exits}, opset)

@@ -3,8 +3,8 @@
 A piece is an `ir.Graph` with declared inputs and outputs; pieces share weights by name. Every attention op of the trace
 ends up in exactly one segment, or the cut is refused.
 
-What crosses a cut is the *state* of each token: its hidden state, and what later layers read that follows from its id
-alone (per-layer embeddings). So the states of pending tokens hold all that later segments need, and only segment 0
+What crosses a cut is what each token *carries*: its hidden states, and what later layers read that follows from its id
+alone (per-layer embeddings). So what is kept of pending tokens holds all that later segments need, and only segment 0
 reads token ids. Layers that attend to an earlier layer's keys and values (`kv_layers`) read that layer's K/V cache.
 """
 
@@ -18,7 +18,7 @@ from onnx_ir.passes import common as common_passes
 
 from tide_export.bundle.model_info import LoraInfo, StateInfo
 from tide_export.compose.lora import lora_of
-from tide_export.compose.passes.carried_states import TAPPED, CarriedStatesPass, uncarried
+from tide_export.compose.passes.carried_values import TAPPED, CarriedValuesPass, uncarried
 from tide_export.compose.passes.counted_positions import CountedPositionsPass
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.norms import NormsPass
@@ -41,17 +41,17 @@ _SELECTIONS = ("Gather", "Slice", "Split", "GatherElements", "GatherND")
 class Pieces:
     """Holds the parts of a model as graphs.
 
-    B is the batch, S the number of tokens, D the hidden size, W >= D the width of the states between segments, V the
-    vocabulary.
+    B is the batch, S the number of tokens, D the hidden size, W >= D the width of what is carried between segments, V
+    the vocabulary.
 
     Attributes:
         boundaries: layers run where each segment starts, and the depth at the end: (0, checkpoints ..., depth).
-        embed: input_ids, position_ids [B, S] -> states before segment 0, which may be wider than W.
-        segments: states [B, S, W], position_ids [B, S] -> states [B, S, W], one per segment; the last gives hidden
+        embed: input_ids, position_ids [B, S] -> hidden states before segment 0, which may be wider than W.
+        segments: hidden [B, S, W], position_ids [B, S] -> hidden [B, S, W], one per segment; the last gives hidden
             states [B, S, D], and after these what a draft head reads, if it reads hidden states of several layers: all
-            of them side by side, which the states between segments carry there.
-        final_norm: hidden states [B, S, D] -> normalized states [B, S, D'] (final norm, projection).
-        head: normalized states [B, S, D'] -> logits [B, S, V].
+            of them side by side, which is carried between segments too.
+        final_norm: hidden states [B, S, D] -> normalized [B, S, D'] (final norm, projection).
+        head: normalized hidden states [B, S, D'] -> logits [B, S, V].
         kv_shapes: (kv_heads, head_dim) of the keys and values that every attention reads; (0, 0) where there is none.
             The first attentions of all layers come first, then the second ones, and so on.
         kv_layers: the attention whose keys and values every attention reads: itself, or an earlier one.
@@ -75,8 +75,8 @@ class Pieces:
         return static_dim(self.final_norm.inputs[0], -1)
 
     @property
-    def state_size(self) -> int:
-        """Width W of the states that are passed from one segment to the next, and pending."""
+    def carried_size(self) -> int:
+        """Width W of what is passed from one segment to the next, and pending."""
         return static_dim(self.segments[0].outputs[0], -1)
 
     def kv_read(self, k: int) -> list[int]:
@@ -193,7 +193,7 @@ def _cut(traced: TracedModel, max_length: int, taps: Sequence[int]) -> Pieces:
         NormsPass(),
         RotaryTablesPass(max_length),
         SharedKeysPass(),
-        CarriedStatesPass(bounds),
+        CarriedValuesPass(bounds),
         common_passes.RemoveUnusedNodesPass(),
     )
     if nodes_of(graph, "NonZero"):
@@ -206,7 +206,7 @@ def _cut(traced: TracedModel, max_length: int, taps: Sequence[int]) -> Pieces:
     def before(layer: int) -> ir.Value:
         return required(traced.marker(layer).inputs[0])
 
-    depth, states = bounds[-1], [node for node in graph if keeps_state(node)]
+    depth, recurrent = bounds[-1], [node for node in graph if keeps_state(node)]
     own = {i: i for i in range(-(-(max(attention, default=0) + 1) // depth) * depth)}
     kv_layers = tuple((own | {i: node.attributes.get_int(KV_LAYER, i) for i, node in attention.items()}).values())
     if traced.every_layer:
@@ -218,7 +218,7 @@ def _cut(traced: TracedModel, max_length: int, taps: Sequence[int]) -> Pieces:
         piece = irc.extract(graph, [after(start), positions, token_ids], outputs)
         _shapes_from_hidden_states(piece)
         layers = [number_of(node) % depth for node in piece if is_attention(node) or keeps_state(node)]
-        every = [number_of(node) % depth for node in (*attention.values(), *states)]
+        every = [number_of(node) % depth for node in (*attention.values(), *recurrent)]
         expected = [layer for layer in every if start <= layer < stop]
         if sorted(layers) != sorted(expected):
             raise UnsupportedModelError(
@@ -245,23 +245,23 @@ def _cut(traced: TracedModel, max_length: int, taps: Sequence[int]) -> Pieces:
         head,
         tuple(kv_shapes),
         kv_layers,
-        shapes_of(states),
+        shapes_of(recurrent),
         lora_of([node for piece in segments for node in piece]),
     )
 
 
 def _tapped(traced: TracedModel, taps: Sequence[int]) -> ir.Value:
-    """Adds the hidden states after so many layers, side by side, for `CarriedStatesPass` to carry."""
+    """Adds the hidden states after so many layers, side by side, for `CarriedValuesPass` to carry."""
     hidden = []
     for layer in taps:
         marker = traced.marker(layer)
-        states = required(marker.inputs[0]) if layer == traced.boundaries[-1] else marker.outputs[0]
+        one = required(marker.inputs[0]) if layer == traced.boundaries[-1] else marker.outputs[0]
         if layer < traced.boundaries[-1]:  # a value of its own: what is marked may be given more to carry
-            copy = new_node("Identity", [states], name=f"{TAPPED}/{layer}", outputs=[(FLOAT, states.shape)])
+            copy = new_node("Identity", [one], name=f"{TAPPED}/{layer}", outputs=[(FLOAT, one.shape)])
             traced.model.graph.insert_after(marker, copy)
-            states = copy.outputs[0]
-        hidden.append(states)
-    shape = [*dims(hidden[0])[:2], sum(static_dim(states, -1) for states in hidden)]
+            one = copy.outputs[0]
+        hidden.append(one)
+    shape = [*dims(hidden[0])[:2], sum(static_dim(one, -1) for one in hidden)]
     last = traced.marker(traced.boundaries[-1])
     joined = op_before(last, "Concat", hidden, {"axis": -1}, dtype=FLOAT, shape=shape)
     required(joined.producer()).name = TAPPED
@@ -278,7 +278,7 @@ def _remove_inner_markers(traced: TracedModel) -> None:
 
 
 def _shapes_from_hidden_states(piece: ir.Graph) -> None:
-    """Makes a piece read shapes off its states [B, S, W] instead of input_ids or position_ids [B, S]."""
+    """Makes a piece read shapes off its hidden states [B, S, W] instead of input_ids or position_ids [B, S]."""
     hidden, positions, token_ids = piece.inputs
     for source in (token_ids, positions):
         for node, index in list(source.uses()):

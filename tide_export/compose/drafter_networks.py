@@ -31,12 +31,12 @@ ROWS, LAST = "rows", "last"
 class DrafterPieces:
     """Holds a drafter as graphs.
 
-    B sequences, S rows of each of which m draft, E and D the widths of embeddings and states.
+    B sequences, S rows of each of which m draft, E and D the widths of embeddings and hidden states.
 
     Attributes:
-        attend: embeddings [B, S, E], states [B, S, D], position_ids [B, S] -> one or more values [B, S, W]; it holds
+        attend: embeddings [B, S, E], hidden [B, S, D], position_ids [B, S] -> one or more values [B, S, W]; it holds
             one TideAttention, of layer 0.
-        propose: these values [B, m, W] -> logits [B, m, n], next states [B, m, D].
+        propose: these values [B, m, W] -> logits [B, m, n], next hidden states [B, m, D].
         kv_shape: (kv_heads, head_dim) of its keys and values.
         tokens: ids that it can propose, ascending, int64 [n].
         acceptance: share of its drafts that are accepted by confidence, at CONFIDENCES' intervals.
@@ -59,7 +59,7 @@ class DrafterPieces:
         return static_dim(self.attend.inputs[0], -1)
 
     @property
-    def state_size(self) -> int:
+    def hidden_size(self) -> int:
         return static_dim(self.attend.inputs[1], -1)
 
 
@@ -70,7 +70,7 @@ def compose_drafter(pieces: DrafterPieces) -> ir.Model:
     """
     builder = GraphBuilder("drafter", Weights())
     embeddings = typed_value(EMBEDDINGS, FLOAT, [1, ROWS, pieces.embedding_size])
-    states = typed_value(paged_drafter.HIDDEN_STATES, FLOAT, [1, ROWS, pieces.state_size])
+    hidden = typed_value(paged_drafter.HIDDEN_STATES, FLOAT, [1, ROWS, pieces.hidden_size])
     positions = typed_value(paged_drafter.POSITION_IDS, INT64, [1, ROWS])
     last = typed_value(paged_drafter.LAST_TOKENS, INT64, [LAST])
     places = [
@@ -79,7 +79,7 @@ def compose_drafter(pieces: DrafterPieces) -> ir.Model:
         typed_value(paged_drafter.SEQUENCE_STARTS, INT64, ["starts"]),
     ]
     pages = page_inputs([0], [pieces.kv_shape])
-    attended = builder.inline(pieces.attend, [embeddings, states, positions], 1, ROWS)
+    attended = builder.inline(pieces.attend, [embeddings, hidden, positions], 1, ROWS)
     written = page_outputs(attend_from_cache(builder.nodes, pages, places))
     chosen = [
         builder.op("Gather", [value, last], {"axis": 1}, dtype=FLOAT, shape=[1, LAST, last_dim(value)])
@@ -91,7 +91,7 @@ def compose_drafter(pieces: DrafterPieces) -> ir.Model:
         for value in builder.inline(pieces.propose, chosen, 1, LAST)
     ]
     outputs = dict(zip((paged_drafter.LOGITS, paged_drafter.NEW_HIDDEN_STATES), proposed, strict=True)) | written
-    inputs = [embeddings, states, positions, last, *places, *pages.values()]
+    inputs = [embeddings, hidden, positions, last, *places, *pages.values()]
     return builder.model("tide_drafter", inputs, outputs)
 
 
@@ -103,20 +103,20 @@ def compose_drafter_segment(pieces: DrafterPieces) -> ir.Model:
     builder = GraphBuilder(DRAFTER, Weights())
     capacity = pieces.max_tokens
     embeddings = typed_value(EMBEDDINGS, FLOAT, [BATCH, TOKENS, pieces.embedding_size])
-    states = typed_value(segment_drafter.HIDDEN_STATES, FLOAT, [BATCH, TOKENS, pieces.state_size])
+    hidden = typed_value(segment_drafter.HIDDEN_STATES, FLOAT, [BATCH, TOKENS, pieces.hidden_size])
     indices = typed_value(segment_drafter.TOKEN_INDICES, INT64, [TOKENS])
     lengths = typed_value(segment_drafter.PAST_LENGTHS, INT64, [BATCH])
     last = typed_value(segment_drafter.LAST_TOKENS, INT64, [BATCH])
     past = past_buffers([0], [pieces.kv_shape], BATCH, capacity)
     positions = segments.positions_of(builder, lengths, indices, capacity)
     start = len(builder.nodes)
-    attended = builder.inline(pieces.attend, [embeddings, states, positions], BATCH, TOKENS)
+    attended = builder.inline(pieces.attend, [embeddings, hidden, positions], BATCH, TOKENS)
     places = builder.weights.constant("places", np.arange(capacity, dtype=np.int64).reshape(1, 1, 1, -1))
     written = present_outputs(attend_from_cache(builder.nodes[start:], past, [lengths, positions, places]))
     at = builder.op("Unsqueeze", [last, builder.weights.integers("axis_1", [1])], dtype=INT64, shape=[BATCH, 1])
     proposed = builder.inline(pieces.propose, [_row(builder, value, at) for value in attended], BATCH, 1)
     outputs = dict(zip((segment_drafter.LOGITS, segment_drafter.NEW_HIDDEN_STATES), proposed, strict=True))
-    inputs = [embeddings, states, indices, lengths, last, *past.values()]
+    inputs = [embeddings, hidden, indices, lengths, last, *past.values()]
     return builder.model(DRAFTER, inputs, outputs | written, (), segments.OPSET, segments.IR_VERSION)
 
 

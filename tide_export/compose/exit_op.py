@@ -1,6 +1,6 @@
 """Defines the tail of a segment as a `tide::TideExit` function.
 
-It takes the last token's state, applies lens, final norm and router, and scatters the exit state.
+It takes the last token's hidden state, applies lens, final norm and router, and scatters the exit state.
 
 A segment network calls it once. As with any function, ONNX Runtime inlines the body; TensorRT takes the plugin of that
 name, if one is registered, because the calling node carries `plugin_namespace` and `plugin_version`.
@@ -24,14 +24,14 @@ def exit_function(call: ir.Node, opset: int) -> ir.Function:
     """The function that `call` calls.
 
     TideExit(states T [B, S, D'], last_tokens [B], thresholds [B], exit_states T [B, 1, P, D'], down [D', R], up [R, 1],
-    bias [1], ...) -> new_exit_states T [B, 1, P, D'], score [B], exits [B]. Of each slot's last token, the state that
-    the head would read is written to the slot's `EXIT_ROW` where its score is above the slot's threshold (never for
-    NaN), and else to `DUMP_ROW`; all other rows stay. The output is the memory of the input. Scores, thresholds and the
-    router are float32, exits int32, for plugins have no bool.
+    bias [1], ...) -> new_exit_states T [B, 1, P, D'], score [B], exits [B]. Of each slot's last token, the hidden state
+    that the head would read is written to the slot's `EXIT_ROW` where its score is above the slot's threshold (never
+    for NaN), and else to `DUMP_ROW`; all other rows stay. The output is the memory of the input. Scores, thresholds and
+    the router are float32, exits int32, for plugins have no bool.
 
     By the attributes more inputs follow: with `shortlist` 1, shortlist [D', N] and confidence [2, R]; with `lens` 1,
     lens_down T [D', r], lens_up T [r, D'] and lens_bias T [D']; with `norm` "rms", scale T [D'], with "layer" scale
-    and, if there is one, shift. With "none", the states are normalized already.
+    and, if there is one, shift. With "none", the hidden states are normalized already.
     """
     inputs = input_values(call, ["states", "last_tokens", "thresholds", "exit_states"])
     body = GraphBuilder(call.op_type, Weights())
@@ -40,13 +40,13 @@ def exit_function(call: ir.Node, opset: int) -> ir.Function:
         return body.op("Constant", [], {"value_ints": list(values)})
 
     index = body.op("Unsqueeze", [inputs["last_tokens"], numbers(1)])
-    state = body.op("GatherND", [inputs["states"], index], {"batch_dims": 1})
-    state = add_exit_state(body, call, state, inputs)
-    wide = body.op("Cast", [state], {"to": FLOAT.value})
+    hidden = body.op("GatherND", [inputs["states"], index], {"batch_dims": 1})
+    hidden = add_exit_state(body, call, hidden, inputs)
+    wide = body.op("Cast", [hidden], {"to": FLOAT.value})
     score = body.op("Squeeze", [add_score(body, wide, inputs), numbers(1)])
     exits = body.op("Greater", [score, inputs["thresholds"]])
     row = body.op("Where", [exits, numbers(EXIT_ROW), numbers(DUMP_ROW)])
-    update = body.op("Unsqueeze", [state, numbers(1, 2)])
+    update = body.op("Unsqueeze", [hidden, numbers(1, 2)])
     scattered = body.op("TensorScatter", [inputs["exit_states"], update, row], {"axis": -2})
     exits = body.op("Cast", [exits], {"to": INT32.value})
     outputs = {"new_exit_states": scattered, "score": score, "exits": exits}
@@ -80,28 +80,28 @@ def input_values(call: ir.Node, first: Sequence[str]) -> dict[str, ir.Value]:
     return {name: ir.Value(name=name) for name in names}
 
 
-def add_exit_state(body: GraphBuilder, call: ir.Node, state: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
+def add_exit_state(body: GraphBuilder, call: ir.Node, hidden: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
     """Adds the lens and the norm that the call has."""
     if "lens_down" in inputs:
-        low = body.op("MatMul", [state, inputs["lens_down"]])
+        low = body.op("MatMul", [hidden, inputs["lens_down"]])
         change = body.op("Add", [body.op("MatMul", [low, inputs["lens_up"]]), inputs["lens_bias"]])
-        state = body.op("Add", [state, change])
+        hidden = body.op("Add", [hidden, change])
     for op_type, norm in NORMS.items():
         if call.attributes["norm"].as_string() == norm:
             weights = [value for name, value in inputs.items() if name.startswith("norm_")]
             epsilon = call.attributes["epsilon"].as_float()
-            state = body.op(op_type, [state, *weights], {"axis": -1, "epsilon": epsilon})
-    return state
+            hidden = body.op(op_type, [hidden, *weights], {"axis": -1, "epsilon": epsilon})
+    return hidden
 
 
-def add_score(body: GraphBuilder, states: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
-    """Adds the router on states [.., D']: an MLP (with the shortlist's summary, if there is one), sigmoid.
+def add_score(body: GraphBuilder, hidden: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    """Adds the router on hidden states [.., D']: an MLP (with the shortlist's summary, if there is one), sigmoid.
 
     Returns the scores [.., 1].
     """
-    z = body.op("MatMul", [states, inputs["down_weight"]])
+    z = body.op("MatMul", [hidden, inputs["down_weight"]])
     if "shortlist_weight" in inputs:
-        logits = body.op("MatMul", [states, inputs["shortlist_weight"]])
+        logits = body.op("MatMul", [hidden, inputs["shortlist_weight"]])
         two = body.op("Constant", [], {"value_ints": [2]})
         shares = body.op("LogSoftmax", [logits], {"axis": -1})
         summary, _ = body.ops("TopK", [shares, two], {"axis": -1}, types=[(None, None)] * 2)

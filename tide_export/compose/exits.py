@@ -1,4 +1,4 @@
-"""Adds what a checkpoint computes: the state that the head reads at an exit, and the router on it.
+"""Adds what a checkpoint computes: the hidden state that the head reads at an exit, and the router on it.
 
 The step graph and the segment networks share these functions, so that both exit by the same arithmetic.
 """
@@ -18,21 +18,21 @@ from tide_export.routers.router import LensArrays, RouterArrays
 
 
 def exit_states(
-    builder: GraphBuilder, pieces: Pieces, layers: int, lens: LensArrays | None, states: ir.Value
+    builder: GraphBuilder, pieces: Pieces, layers: int, lens: LensArrays | None, hidden: ir.Value
 ) -> ir.Value:
     """Adds the lens, if there is one, and the final norm to hidden states.
 
-    `states`: [B, m, W] or [B, m, D]; returns what the head reads, [B, m, D'].
+    `hidden`: [B, m, W] or [B, m, D]; returns what the head reads, [B, m, D'].
     """
-    states = _hidden_states(builder, pieces, states)
-    batch, tokens, _ = shape = dims(states)
+    hidden = _hidden_states(builder, pieces, hidden)
+    batch, tokens, _ = shape = dims(hidden)
     if lens is not None:
         down, up, bias = _lens_weights(builder, layers, lens)
-        low = builder.op("MatMul", [states, down], dtype=FLOAT, shape=[batch, tokens, lens.down.shape[1]])
+        low = builder.op("MatMul", [hidden, down], dtype=FLOAT, shape=[batch, tokens, lens.down.shape[1]])
         change = builder.op("MatMul", [low, up], dtype=FLOAT, shape=shape)
         change = builder.op("Add", [change, bias], dtype=FLOAT, shape=shape)
-        states = builder.op("Add", [states, change], dtype=FLOAT, shape=shape)
-    (normalized,) = builder.inline(pieces.final_norm, [states], batch, tokens)
+        hidden = builder.op("Add", [hidden, change], dtype=FLOAT, shape=shape)
+    (normalized,) = builder.inline(pieces.final_norm, [hidden], batch, tokens)
     return normalized
 
 
@@ -42,28 +42,28 @@ def exit_state_and_score(
     layers: int,
     router: RouterArrays,
     lens: LensArrays | None,
-    states: ir.Value,
+    hidden: ir.Value,
     last: ir.Value,
     thresholds: ir.Value,
 ) -> list[ir.Value]:
     """Adds the checkpoint after `layers` as one `TideCandidate`.
 
-    Returns, for the tokens `last` [m] of states [1, n, W], the exit state [m, D'], the score [m, 1] and whether that is
-    above `thresholds` [m, 1], bool [m, 1].
+    Returns, for the tokens `last` [m] of `hidden` [1, n, W], the exit state [m, D'], the score [m, 1] and whether that
+    is above `thresholds` [m, 1], bool [m, 1].
 
     A final norm that `TideCandidate` has no form for comes before it, at these tokens alone.
     """
     (count,) = dims(last)
     if pieces.norm_alone:
-        states = _hidden_states(builder, pieces, states)
+        hidden = _hidden_states(builder, pieces, hidden)
     else:
-        states = builder.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, dims(states)[-1]])
-        states = exit_states(builder, pieces, layers, lens, states)
+        hidden = builder.op("Gather", [hidden, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, dims(hidden)[-1]])
+        hidden = exit_states(builder, pieces, layers, lens, hidden)
         last = _all_tokens(builder, last)
     weights, attributes = _weights_and_attributes(builder, pieces, layers, router, lens)
     return builder.ops(
         OP_LENS_CANDIDATE if attributes["lens"] else OP_CANDIDATE,
-        [states, last, thresholds, *weights],
+        [hidden, last, thresholds, *weights],
         attributes,
         domain=DOMAIN,
         types=[(FLOAT, [count, pieces.normalized_size]), (FLOAT, [count, 1]), (BOOL, [count, 1])],
@@ -86,7 +86,7 @@ def exit_and_scatter(
     layers: int,
     router: RouterArrays,
     lens: LensArrays | None,
-    states: ir.Value,
+    hidden: ir.Value,
     inputs: Mapping[str, ir.Value],
 ) -> list[ir.Value]:
     """The checkpoint after `layers` as one `TideExit`: exit states, score and exit flag (see `exit_op`).
@@ -94,43 +94,43 @@ def exit_and_scatter(
     A final norm that `TideExit` has no form for comes before it, at the last tokens alone.
 
     Args:
-        states: [B, S, W], the segment's result.
+        hidden: [B, S, W], the segment's result.
         inputs: last tokens, thresholds and exit states, by name.
     """
     last, thresholds, buffer = (inputs[name] for name in (names.LAST_TOKENS, names.THRESHOLDS, names.EXIT_STATES))
     if pieces.norm_alone:
-        states = _hidden_states(builder, pieces, states)
+        hidden = _hidden_states(builder, pieces, hidden)
     else:
         batch, axis = dims(last)[0], builder.weights.integers("axis_1", [1])
         index = builder.op("Unsqueeze", [last, axis], dtype=INT64, shape=[batch, 1])
-        shape = [batch, dims(states)[-1]]
-        state = builder.op("GatherND", [states, index], {"batch_dims": 1}, dtype=FLOAT, shape=shape)
-        state = builder.op("Unsqueeze", [state, axis], dtype=FLOAT, shape=[batch, 1, shape[1]])
-        states = exit_states(builder, pieces, layers, lens, state)
+        shape = [batch, dims(hidden)[-1]]
+        one = builder.op("GatherND", [hidden, index], {"batch_dims": 1}, dtype=FLOAT, shape=shape)
+        one = builder.op("Unsqueeze", [one, axis], dtype=FLOAT, shape=[batch, 1, shape[1]])
+        hidden = exit_states(builder, pieces, layers, lens, one)
         last = builder.op("Sub", [last, last], dtype=INT64, shape=[batch])
     weights, attributes = _weights_and_attributes(builder, pieces, layers, router, lens)
     return builder.ops(
         OP_EXIT,
-        [states, last, thresholds, buffer, *weights],
+        [hidden, last, thresholds, buffer, *weights],
         attributes,
         domain=DOMAIN,
         types=[(FLOAT, dims(buffer)), (FLOAT, dims(last)), (INT32, dims(last))],
     )
 
 
-def _hidden_states(builder: GraphBuilder, pieces: Pieces, states: ir.Value) -> ir.Value:
-    """Slices the hidden states out of `states` [B, m, W], which may be wider: returns [B, m, D]."""
-    batch, tokens, width = dims(states)
+def _hidden_states(builder: GraphBuilder, pieces: Pieces, hidden: ir.Value) -> ir.Value:
+    """Slices the hidden states out of `hidden` [B, m, W], which may be wider: returns [B, m, D]."""
+    batch, tokens, width = dims(hidden)
     if width == pieces.hidden_size:
-        return states
+        return hidden
     start, stop, axis = (builder.weights.integers(f"slice_{n}", [n]) for n in (0, pieces.hidden_size, -1))
-    return builder.op("Slice", [states, start, stop, axis], dtype=FLOAT, shape=[batch, tokens, pieces.hidden_size])
+    return builder.op("Slice", [hidden, start, stop, axis], dtype=FLOAT, shape=[batch, tokens, pieces.hidden_size])
 
 
 def _weights_and_attributes(
     builder: GraphBuilder, pieces: Pieces, layers: int, router: RouterArrays, lens: LensArrays | None
 ) -> tuple[list[ir.Value], dict[str, str | float | int]]:
-    """Returns the weights that a checkpoint's function reads after its states, and its attributes.
+    """Returns the weights that a checkpoint's function reads after its hidden states, and its attributes.
 
     Lens and norm are among them only where the final norm is one operator; else they come before the function.
     """

@@ -49,7 +49,7 @@ def compose_packed(
     The model holds every weight once.
 
     Args:
-        fuse: makes the draft states of the hidden states that a draft head reads, as in `step_graph.compose`.
+        fuse: makes the draft states of those that a draft head reads, as in `step_graph.compose`.
 
     Raises:
         GraphError: a router or lens is missing or has another width.
@@ -97,7 +97,7 @@ class _PackedComposer:
             entry = typed_value(names.INPUT_IDS, INT64, [1, TOKENS])
             (x,) = builder.inline(pieces.embed, [entry, self.positions], 1, TOKENS)
         else:
-            x = entry = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.state_size])
+            x = entry = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.carried_size])
         self.inputs.append(entry)
         start = len(builder.nodes)
         y, *tapped = builder.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
@@ -109,8 +109,8 @@ class _PackedComposer:
         if read_adapters(builder.nodes[start:], pieces.lora, [*self.adapters, starts]):
             shared += [paged.LORA_WEIGHTS, paged.ADAPTERS]
         if k + 1 < len(pieces.segments):
-            states, score = self._checkpoint(layers, y)
-            values = {names.EXIT_STATES: states, names.NEW_HIDDEN_STATES: y, names.ROUTER_SCORE: score}
+            hidden, score = self._checkpoint(layers, y)
+            values = {names.EXIT_STATES: hidden, names.NEW_HIDDEN_STATES: y, names.ROUTER_SCORE: score}
             shared.append(names.SLOT_THRESHOLDS)
         else:
             values = {names.EXIT_STATES: self._final_states(y)}
@@ -130,11 +130,11 @@ class _PackedComposer:
         Returns exit states [m, D'] and scores [m, 1], which the runtime compares with each sequence's threshold.
         """
         router, lens = self.routers[layers], self.lenses.get(layers)
-        states, score, exits = exit_state_and_score(
+        hidden, score, exits = exit_state_and_score(
             self.builder, self.pieces, layers, router, lens, y, self.last, self.thresholds
         )
         self.checkpoints.append(required(exits.producer()))
-        return states, score
+        return hidden, score
 
     def _final_states(self, y: ir.Value) -> ir.Value:
         """Adds the final norm: returns what the head reads of the last tokens, [m, D'].
@@ -144,15 +144,15 @@ class _PackedComposer:
         """
         layers = self.pieces.boundaries[-1]
         if self.pieces.norm_alone:
-            states = self._last_tokens(exit_states(self.builder, self.pieces, layers, None, y))
+            hidden = self._last_tokens(exit_states(self.builder, self.pieces, layers, None, y))
         else:
-            states = exit_states(self.builder, self.pieces, layers, None, self._last_tokens(y))
-        shape, axis = dims(states)[1:], self.builder.weights.integers("axis_0", [0])
-        return self.builder.op("Squeeze", [states, axis], dtype=FLOAT, shape=shape)
+            hidden = exit_states(self.builder, self.pieces, layers, None, self._last_tokens(y))
+        shape, axis = dims(hidden)[1:], self.builder.weights.integers("axis_0", [0])
+        return self.builder.op("Squeeze", [hidden, axis], dtype=FLOAT, shape=shape)
 
-    def _last_tokens(self, states: ir.Value) -> ir.Value:
-        shape = [1, SCORED, dims(states)[-1]]
-        return self.builder.op("Gather", [states, self.last], {"axis": 1}, dtype=FLOAT, shape=shape)
+    def _last_tokens(self, hidden: ir.Value) -> ir.Value:
+        shape = [1, SCORED, dims(hidden)[-1]]
+        return self.builder.op("Gather", [hidden, self.last], {"axis": 1}, dtype=FLOAT, shape=shape)
 
     def _head(self) -> Part:
         """Composes the head: exit states [1, m, D'] -> logits [1, m, V]."""

@@ -45,7 +45,7 @@ def compose_segments(
 
     Args:
         capacity: tokens that the K/V buffers hold, C.
-        state_rows: states that each other buffer holds, P.
+        state_rows: hidden states that each other buffer holds, P.
 
     Raises:
         GraphError: a router or lens is missing or has another width.
@@ -73,18 +73,18 @@ class _Segment:
     def last(self) -> ir.Model:
         """The network without a router."""
         builder = self.builder
-        states = exit_states(builder, self.pieces, self.layers, None, self._layers())
+        hidden = exit_states(builder, self.pieces, self.layers, None, self._layers())
         batch = builder.op("Shape", [self.inputs[names.PAST_LENGTHS]], dtype=INT64, shape=[1])
         first = builder.op("Expand", [builder.weights.integers("final_row", [names.FINAL_ROW]), batch], dtype=INT64)
         first.shape = ir.Shape([BATCH])
-        self.outputs[names.NEW_EXIT_STATES] = self._scatter(self._exit_states(), states, first)
+        self.outputs[names.NEW_EXIT_STATES] = self._scatter(self._exit_states(), hidden, first)
         return self._model([])
 
     def routed(self, router: RouterArrays, lens: LensArrays | None) -> ir.Model:
         """The network with a router, before another segment."""
         builder = self.builder
         y = self._layers()
-        following = self._input(names.NEXT_PENDING_STATES, FLOAT, [BATCH, 1, self.rows, self.pieces.state_size])
+        following = self._input(names.NEXT_PENDING_STATES, FLOAT, [BATCH, 1, self.rows, self.pieces.carried_size])
         pending = self._input(names.PENDING_LENGTHS, INT64, [BATCH])
         self._input(names.LAST_TOKENS, INT64, [BATCH])
         self._input(names.THRESHOLDS, FLOAT, [BATCH])
@@ -107,19 +107,19 @@ class _Segment:
         return self._input(names.EXIT_STATES, FLOAT, [BATCH, 1, self.rows, self.pieces.normalized_size])
 
     def _layers(self) -> ir.Value:
-        """Adds the segment's layers: returns the states after them, [B, S, W]."""
+        """Adds the segment's layers: returns the hidden states after them, [B, S, W]."""
         builder, pieces = self.builder, self.pieces
         if self.k == 0:
             x = self._input(names.INPUT_IDS, INT64, [BATCH, TOKENS])
         else:
-            x = self._input(names.PENDING_STATES, FLOAT, [BATCH, 1, self.rows, pieces.state_size])
+            x = self._input(names.PENDING_STATES, FLOAT, [BATCH, 1, self.rows, pieces.carried_size])
         indices = self._input(names.TOKEN_INDICES, INT64, [TOKENS])
         lengths = self._input(names.PAST_LENGTHS, INT64, [BATCH])
         positions = positions_of(builder, lengths, indices, self.capacity)
         if self.k == 0:
             (x,) = builder.inline(pieces.embed, [x, positions], BATCH, TOKENS)
         else:
-            shape = [BATCH, TOKENS, pieces.state_size]
+            shape = [BATCH, TOKENS, pieces.carried_size]
             x = builder.op("Gather", [x, indices], {"axis": 2}, dtype=FLOAT, shape=[BATCH, 1, *shape[1:]])
             x = builder.op("Squeeze", [x, builder.weights.integers("axis_1", [1])], dtype=FLOAT, shape=shape)
         places = np.arange(self.capacity, dtype=np.int64).reshape(1, 1, 1, -1)
@@ -133,11 +133,11 @@ class _Segment:
         self.outputs |= present_outputs(written)
         return y
 
-    def _scatter(self, buffer: ir.Value, states: ir.Value, first: ir.Value) -> ir.Value:
-        """`buffer` [B, 1, P, D] with `states` [B, S, D] from row `first` [B] of each slot on."""
+    def _scatter(self, buffer: ir.Value, hidden: ir.Value, first: ir.Value) -> ir.Value:
+        """`buffer` [B, 1, P, D] with `hidden` [B, S, D] from row `first` [B] of each slot on."""
         shape = [BATCH, 1, TOKENS, dims(buffer)[-1]]
         axis = self.builder.weights.integers("axis_1", [1])
-        update = self.builder.op("Unsqueeze", [states, axis], dtype=FLOAT, shape=shape)
+        update = self.builder.op("Unsqueeze", [hidden, axis], dtype=FLOAT, shape=shape)
         return self.builder.op("TensorScatter", [buffer, update, first], {"axis": -2}, dtype=FLOAT, shape=dims(buffer))
 
 
@@ -160,10 +160,10 @@ def _head(pieces: Pieces, state_rows: int) -> ir.Model:
     buffer = typed_value(names.EXIT_STATES, FLOAT, [BATCH, 1, state_rows, width])
     rows = typed_value(names.ROWS, INT64, [TOKENS])
     integers = builder.weights.integers
-    states = builder.op("Reshape", [buffer, integers("as_rows", [-1, width])], dtype=FLOAT, shape=[None, width])
-    states = builder.op("Gather", [states, rows], {"axis": 0}, dtype=FLOAT, shape=[TOKENS, width])
-    states = builder.op("Unsqueeze", [states, integers("axis_0", [0])], dtype=FLOAT, shape=[1, TOKENS, width])
-    (logits,) = builder.inline(pieces.head, [states], 1, TOKENS)
+    hidden = builder.op("Reshape", [buffer, integers("as_rows", [-1, width])], dtype=FLOAT, shape=[None, width])
+    hidden = builder.op("Gather", [hidden, rows], {"axis": 0}, dtype=FLOAT, shape=[TOKENS, width])
+    hidden = builder.op("Unsqueeze", [hidden, integers("axis_0", [0])], dtype=FLOAT, shape=[1, TOKENS, width])
+    (logits,) = builder.inline(pieces.head, [hidden], 1, TOKENS)
     logits.type, logits.shape = ir.TensorType(FLOAT), ir.Shape([1, TOKENS, pieces.vocab_size])
     logits = builder.op("Squeeze", [logits, integers("axis_0", [0])], dtype=FLOAT, shape=[TOKENS, pieces.vocab_size])
     return builder.model(HEAD, [buffer, rows], {names.LOGITS: logits}, (), OPSET, IR_VERSION)

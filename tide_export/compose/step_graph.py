@@ -24,7 +24,7 @@ no score is above it. An exit threshold above 1 turns a checkpoint off: its scor
 That suffices for a token that exited before a segment was forced to run: deeper segments have at least as many pending
 tokens, so they are forced too, and the first score that passed still decides what the head reads.
 
-The lens is the identity where there is none, and after the last segment. A token that exited keeps the state it exited
+The lens is the identity where there is none, and after the last segment. A token that exited keeps what it exited
 with, also when a later segment runs: its output depends on its prefix alone. The result is portable but for
 `tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
 
@@ -77,7 +77,7 @@ def compose(
 
     Args:
         fuse: makes the final states, in place of the final norm, of the hidden states that a draft head reads, side by
-            side: [B, S, D * layers] -> states [B, S, H].
+            side: [B, S, D * layers] -> [B, S, H].
 
     Raises:
         GraphError: `routers` lack one of the right width for a checkpoint, or a lens has another width.
@@ -130,7 +130,7 @@ class Composer:
         self.segments = len(pieces.segments)
         self.weights = Weights()
         self.main = GraphBuilder("main", self.weights)
-        width, deeper = pieces.state_size, range(1, self.segments)
+        width, deeper = pieces.carried_size, range(1, self.segments)
         self.token_ids = typed_value(names.INPUT_IDS, INT64, [1, "sequence"])
         self.lengths = typed_value(names.SEQUENCE_LENGTHS, INT64, [1])
         self.table = typed_value(names.PAGE_TABLE, INT32, [1, "table"])
@@ -156,12 +156,12 @@ class Composer:
         for k in range(1, self.segments):
             step = self._segment_or_skip(k, step)
             steps.append(step)
-        state = step.exit_state
+        chosen = step.exit_state
         routing: dict[str, ir.Value] = {}
         if self.segments > 1:
             scores = [step.score for step in steps if step.score is not None]
             routing[names.SCORES] = self.main.op("Concat", scores, {"axis": 1}, dtype=FLOAT, shape=[1, len(scores)])
-            state = self._first_exit(steps, routing[names.SCORES])
+            chosen = self._first_exit(steps, routing[names.SCORES])
         if step.pending is not None:
             routing[names.NEW_PENDING] = step.pending
         inputs = [self.token_ids, self.lengths, self.table, self.logits_positions]
@@ -172,15 +172,15 @@ class Composer:
             inputs += [self.state_places, *self.states.values()]
         inputs += self.adapters
         final = {names.FINAL_STATES: required(step.final)}
-        outputs = {names.LOGITS: self._logits(state), **routing, **final, **self.outputs}
+        outputs = {names.LOGITS: self._logits(chosen), **routing, **final, **self.outputs}
         functions = {call.op_type: checkpoint_function(call, OPSET) for call in self.checkpoints}
         return self.main.model("tide_step", inputs, outputs, list(functions.values()))
 
-    def _logits(self, states: ir.Value) -> ir.Value:
-        """Adds the head: returns logits [m, V] of the states [m, D'] that it reads."""
+    def _logits(self, hidden: ir.Value) -> ir.Value:
+        """Adds the head: returns logits [m, V] of the hidden states [m, D'] that it reads."""
         main, width = self.main, self.pieces.normalized_size
         axis = self.weights.integers("axis_0", [0])
-        tokens = main.op("Unsqueeze", [states, axis], dtype=FLOAT, shape=[1, POSITIONS, width])
+        tokens = main.op("Unsqueeze", [hidden, axis], dtype=FLOAT, shape=[1, POSITIONS, width])
         (logits,) = main.inline(self.pieces.head, [tokens], 1, POSITIONS)
         logits.shape = ir.Shape([1, POSITIONS, self.pieces.vocab_size])
         return main.op("Squeeze", [logits, axis], dtype=FLOAT, shape=[POSITIONS, self.pieces.vocab_size])
@@ -230,7 +230,7 @@ class Composer:
         }
         types: dict[str, OutputType] = {name: (FLOAT, value.shape) for name, value in run_values.items()} | {
             "exit_state": (FLOAT, [POSITIONS if k == self.segments - 1 else 1, self.pieces.normalized_size]),
-            "pending": (FLOAT, [1, f"pending_{k + 1}", self.pieces.state_size]),
+            "pending": (FLOAT, [1, f"pending_{k + 1}", self.pieces.carried_size]),
             "final": (FLOAT, [1, "final_tokens", self.final_size]),
             "score": (FLOAT, [1, 1]),
             "skip": (BOOL, [1, 1]),
@@ -243,7 +243,7 @@ class Composer:
 
     def _pending(self, builder: GraphBuilder, k: int, y: ir.Value) -> ir.Value:
         """The pending states before segment k once the segment before it gave y."""
-        shape = [1, f"pending_{k}", self.pieces.state_size]
+        shape = [1, f"pending_{k}", self.pieces.carried_size]
         return builder.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
 
     def _segment(self, k: int, step: Step) -> tuple[GraphBuilder, dict[str, ir.Value]]:
@@ -257,7 +257,7 @@ class Composer:
         else:
             values["exit_state"], values["final"] = self._last_states(builder, y, tapped)
         if k == self.segments - 1 and self.pending:
-            none = np.zeros((1, 0, self.pieces.state_size), dtype=np.float32)
+            none = np.zeros((1, 0, self.pieces.carried_size), dtype=np.float32)
             values["pending"] = builder.copy(self.weights.constant("no_tokens", none))
         return builder, {**values, **written}
 
@@ -328,6 +328,6 @@ class Composer:
         Returns what the head reads at `logits_positions`, [m, D'], and of all tokens, [1, n, D'], or what a draft head
         reads of them, [1, n, H].
         """
-        states, width = exit_states(builder, self.pieces, self.bounds[-1], None, y), self.pieces.normalized_size
-        final = states if self.fuse is None else builder.inline(self.fuse, tapped, 1, dims(y)[1])[0]
-        return builder.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width]), final
+        hidden, width = exit_states(builder, self.pieces, self.bounds[-1], None, y), self.pieces.normalized_size
+        final = hidden if self.fuse is None else builder.inline(self.fuse, tapped, 1, dims(y)[1])[0]
+        return builder.op("GatherND", [hidden, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width]), final

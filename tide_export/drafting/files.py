@@ -39,7 +39,7 @@ def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None
         pieces.acceptance,
         pieces.max_tokens,
         pieces.kv_shape,
-        pieces.state_size,
+        pieces.hidden_size,
         pieces.layers,
         record,
     )

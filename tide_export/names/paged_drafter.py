@@ -2,12 +2,12 @@
 
 N tokens of R sequences, packed.
 
-n is the number of tokens that it can propose, W the size of its states; m tokens draft.
+n is the number of tokens that it can propose, W the size of its hidden states; m tokens draft.
 
 | input | dtype and shape | what |
 | --- | --- | --- |
 | `INPUT_IDS` | int64 [1, N] | the tokens |
-| `HIDDEN_STATES` | float32 [1, N, W] | the model's states before each token, or the drafter's own |
+| `HIDDEN_STATES` | float32 [1, N, W] | the model's hidden states before each token, or the drafter's own |
 | `POSITION_IDS`, `SEQUENCE_LENGTHS`, `SEQUENCE_STARTS`, `PAGE_TABLE` | | equal to the batch networks' |
 | `LAST_TOKENS` | int64 [m] | indices into the N |
 | `paged.pages` | | one layer |

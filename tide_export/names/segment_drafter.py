@@ -1,11 +1,11 @@
 """Names of the inputs and outputs of the drafter among the segment networks: B slots of S tokens each.
 
-n is the number of tokens that it can propose, W the size of its states, T the networks' type.
+n is the number of tokens that it can propose, W the size of its hidden states, T the networks' type.
 
 | input | dtype and shape | what |
 | --- | --- | --- |
 | `INPUT_IDS` | int64 [B, S] | the tokens |
-| `HIDDEN_STATES` | T [B, S, W] | the model's states before each token, or the drafter's own |
+| `HIDDEN_STATES` | T [B, S, W] | the model's hidden states before each token, or the drafter's own |
 | `TOKEN_INDICES`, `PAST_LENGTHS` | | equal to the segment networks' |
 | `LAST_TOKENS` | int64 [B] | index of each slot's last real token, 0 .. S-1 |
 | `EMBEDDING` | T [V, E] | if the first segment has it |

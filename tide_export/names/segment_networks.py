@@ -1,21 +1,21 @@
 """Names of the segment networks' inputs and outputs: one network per segment, and the head.
 
-B slots of S new tokens each. A slot has buffers of P states, which the networks update in place, and K/V buffers of C
-tokens. T is float32, float16 or bfloat16; V the vocabulary size; m rows that get logits; c is `MAX_CANDIDATES`, or V
-if that is less. Every `new_` output is the memory of its input.
+B slots of S new tokens each. A slot has buffers of P hidden states, which the networks update in place, and K/V buffers
+of C tokens. T is float32, float16 or bfloat16; V the vocabulary size; m rows that get logits; c is `MAX_CANDIDATES`, or
+V if that is less. Every `new_` output is the memory of its input.
 
 | input | dtype and shape | of |
 | --- | --- | --- |
 | `INPUT_IDS` | int64 [B, S] | the first segment |
-| `PENDING_STATES` | T [B, 1, P, D] | segments after the first: states pending before it |
+| `PENDING_STATES` | T [B, 1, P, D] | segments after the first: hidden states pending before it |
 | `TOKEN_INDICES` | int64 [S] | 0 .. S-1 |
 | `PAST_LENGTHS` | int64 [B] | tokens in the segment's K/V cache before the run |
 | `EXIT_STATES` | T [B, 1, P, D'] | all, and the head: what the head reads |
 | `EMBEDDING` | T [V, E] | the first segment and a tied head: the matrix of the bundle's embedding file |
 | `LAST_TOKENS` | int64 [B] | all but the last: index of each slot's last real token, 0 .. S-1 |
 | `THRESHOLDS` | float32 [B] | all but the last; 2.0 where a slot may not exit |
-| `PENDING_LENGTHS` | int64 [B] | all but the last: row of the next buffer where the new states go |
-| `NEXT_PENDING_STATES` | T [B, 1, P, D] | all but the last: states pending before the next segment |
+| `PENDING_LENGTHS` | int64 [B] | all but the last: row of the next buffer where the new hidden states go |
+| `NEXT_PENDING_STATES` | T [B, 1, P, D] | all but the last: hidden states pending before the next segment |
 | `ROWS` | int64 [m] | the head: rows of all slots' buffers as one, slot * P + row |
 | `LOGITS` | float32 [m, V] | BEST and CANDIDATES |
 | `past` | T [B, kv_heads, C, head_dim] | K/V buffers of a layer |
@@ -39,7 +39,7 @@ PENDING_STATES = "pending_states"
 TOKEN_INDICES = "token_indices"
 PAST_LENGTHS = "past_lengths"
 EXIT_STATES = "exit_states"
-EXIT_ROW, DUMP_ROW, FINAL_ROW = 0, 1, 2  # of exits; of what does not exit; from here on the last segment's states
+EXIT_ROW, DUMP_ROW, FINAL_ROW = 0, 1, 2  # of exits; of what does not exit; from here on the last segment's
 EMBEDDING = "embedding"
 LAST_TOKENS = "last_tokens"
 THRESHOLDS = "exit_thresholds"

@@ -153,7 +153,7 @@ def make_manifest(
             architecture=source.architecture,
             weights_sha256=source.weights_sha256,
             num_layers=source.num_layers,
-            hidden_size=pieces.state_size,
+            hidden_size=pieces.carried_size,
             vocab_size=source.vocab_size,
             context_length=length,
             eos_token_ids=source.eos_token_ids,

@@ -30,7 +30,7 @@ def quantize_to_fp8(source: SourceModel, sequences: Sequence[Sequence[int]], hal
     `source.weights_sha256` stays the hash of the original weights.
 
     Args:
-        sequences: token ids of texts, whose states determine the input scales.
+        sequences: token ids of texts, whose hidden states determine the input scales.
         half: dtype of the scales, in which TensorRT computes.
 
     Raises:

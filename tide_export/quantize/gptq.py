@@ -31,11 +31,11 @@ class LayerInputs:
     """The inputs of the layers for one sequence of S tokens.
 
     Attributes:
-        states: the next layer's hidden states, [1, S, D].
+        hidden: the next layer's hidden states, [1, S, D].
         calls: the other arguments of every layer, positional and keyword.
     """
 
-    states: torch.Tensor
+    hidden: torch.Tensor
     calls: list[tuple[tuple, dict[str, Any]]]
 
 
@@ -73,8 +73,8 @@ def record_layer_inputs(source: SourceModel, sequences: Sequence[Sequence[int]])
         given: list[torch.Tensor] = []  # by the layer that ran last
 
         def record(_module, args, kwargs, calls=calls, given=given):
-            states = args[0] if args else kwargs["hidden_states"]
-            if given and not torch.equal(states, given[0].to(states.device)):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if given and not torch.equal(hidden, given[0].to(hidden.device)):
                 raise UnsupportedModelError(
                     f"{source.architecture} changes hidden states between its layers, so gptq cannot follow them: "
                     "use rtn"
@@ -90,9 +90,9 @@ def record_layer_inputs(source: SourceModel, sequences: Sequence[Sequence[int]])
                 hooks.enter_context(layer.register_forward_hook(keep))
             source.raw_hidden(torch.tensor([list(ids)], device=source.device), [])
         args, kwargs = calls[0]
-        states = args[0] if args else kwargs["hidden_states"]
+        hidden = args[0] if args else kwargs["hidden_states"]
         others = [(a[1:], {k: v for k, v in kw.items() if k != "hidden_states"}) for a, kw in calls]
-        texts.append(LayerInputs(states, others))
+        texts.append(LayerInputs(hidden, others))
     return texts
 
 
@@ -130,13 +130,13 @@ def quantize_layer(
         quantized[matrix.name] = blocks = _solve(solvers[module], matrix, settings, rounding)
         matrix.write(blocks.values())
     for text in texts:
-        text.states = _run(layer, number, text)
+        text.hidden = _run(layer, number, text)
     return quantized
 
 
 def _run(layer: nn.Module, number: int, text: LayerInputs) -> torch.Tensor:
     args, kwargs = text.calls[number]
-    return first_tensor(layer(text.states, *args, **kwargs))
+    return first_tensor(layer(text.hidden, *args, **kwargs))
 
 
 @contextmanager

@@ -5,8 +5,8 @@ Experts that do not use transformers' interface (DBRX) are a loop whose length d
     mask = one_hot(top_k_index, num_classes).permute(2, 1, 0)
     for expert in greater(mask.sum(dim=(-1, -2)), 0).nonzero():
         slot, token = where(mask[expert[0]])
-        states = linear(hidden_states[token], weights[expert[0]])
-        result.index_add_(0, token, states * top_k_weights[token, slot, None])
+        hidden = linear(hidden_states[token], weights[expert[0]])
+        result.index_add_(0, token, hidden * top_k_weights[token, slot, None])
 
 While a model is traced, `top_k_index` is a `_Choice`, of which the same code makes one iteration for all rows (a row is
 a token and one of its experts): `token` and `slot` are those of every row, and `weights[expert]` the weights of each
@@ -196,8 +196,8 @@ def _product(rows: Tensor, weights: _Weights) -> Tensor:
     return expert_product(rows[:, None], experts, weights.stored, not weights.transposed, count=choice.bound)[:, 0]
 
 
-def _add_rows(result: Tensor, _: int, rows: _Rows, states: Tensor) -> Tensor:
-    return result.add_(states.unflatten(0, (-1, rows.chosen)).sum(dim=1))
+def _add_rows(result: Tensor, _: int, rows: _Rows, hidden: Tensor) -> Tensor:
+    return result.add_(hidden.unflatten(0, (-1, rows.chosen)).sum(dim=1))
 
 
 def _unchanged(choice: _Choice, *_: object, **__: object) -> _Choice:

@@ -17,7 +17,7 @@ def cache_layers(source: SourceModel) -> int:
     return max(source.num_layers, getattr(source.text_config, "num_hidden_layers", None) or 0)
 
 
-def passthrough_cache(layers: int, change: Change = lambda states: states) -> Cache:
+def passthrough_cache(layers: int, change: Change = lambda values: values) -> Cache:
     """Holds nothing for `layers` layers.
 
     `change`: from keys or values [B, heads, S, D] to those that attention reads.

@@ -1,9 +1,9 @@
 """Makes quantized matrices appear in the trace as symbolic products and look-ups, by name.
 
-`tide::TideQuantizedMatMul` (states [..., K], optional bias [N] -> [..., N]) and `tide::TideQuantizedGather` (token ids
+`tide::TideQuantizedMatMul` (hidden [..., K], optional bias [N] -> [..., N]) and `tide::TideQuantizedGather` (token ids
 [B, S] -> [B, S, K]) name their matrix in the attribute `weights`; `lower` adds its integers. So the graph never holds a
 float32 copy of a quantized matrix, and no rewrite has to find it again. A matrix whose file has its columns in
-another order gets states in that order, once where modules one after the other read the same in the same order.
+another order gets hidden states in that order, once where modules one after the other read the same in the same order.
 """
 
 from collections.abc import Callable, Iterator, Mapping

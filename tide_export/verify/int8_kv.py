@@ -29,11 +29,11 @@ def rounded_kv(source: SourceModel, manifest: Manifest) -> Iterator[None]:
         "cannot be compared with it: export with --kv-cache float32"
     )
 
-    def change(states: torch.Tensor) -> torch.Tensor:
-        if states.shape[1] not in heads and states.shape[3] not in widths:
+    def change(values: torch.Tensor) -> torch.Tensor:
+        if values.shape[1] not in heads and values.shape[3] not in widths:
             raise refusal
         used.add("rounded")
-        return round_to_int8(states)
+        return round_to_int8(values)
 
     def give_cache(_module, args, kwargs):
         used.add("called")
@@ -48,8 +48,8 @@ def rounded_kv(source: SourceModel, manifest: Manifest) -> Iterator[None]:
         raise refusal
 
 
-def round_to_int8(states: torch.Tensor) -> torch.Tensor:
+def round_to_int8(values: torch.Tensor) -> torch.Tensor:
     """Rounds each row of [.., D] to int8, with the largest magnitude over 127 as its scale, and back."""
-    largest = states.abs().amax(-1, keepdim=True)
+    largest = values.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 0, 127 / largest, 0)
-    return torch.round(states * inverse) * (largest / 127)
+    return torch.round(values * inverse) * (largest / 127)

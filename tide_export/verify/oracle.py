@@ -44,12 +44,12 @@ def oracle(
     depth, checkpoints = source.num_layers, routers.checkpoints
     ids = torch.as_tensor(list(input_ids), dtype=torch.long, device=source.device)[None]
     rule = _Rule(source, routers, thresholds, ids.shape[1])
-    states = source.run(ids, [*checkpoints, depth])
+    hidden = source.run(ids, [*checkpoints, depth])
     for layers in checkpoints:
-        rule.decide(layers, states.raw[layers])
-    chosen = torch.where(rule.exited[..., None], rule.chosen, source.normalize(states.raw[depth]))
+        rule.decide(layers, hidden.raw[layers])
+    chosen = torch.where(rule.exited[..., None], rule.chosen, source.normalize(hidden.raw[depth]))
     scores = torch.stack(rule.scores, dim=-1)[0] if checkpoints else torch.zeros(ids.shape[1], 0)
-    return OracleOutput(source.head(chosen)[0], rule.exit_layers[0], scores, states.logits[0])
+    return OracleOutput(source.head(chosen)[0], rule.exit_layers[0], scores, hidden.logits[0])
 
 
 class _Rule:
@@ -64,7 +64,7 @@ class _Rule:
         self.scores: list[torch.Tensor] = []
 
     def decide(self, layers: int, raw: torch.Tensor) -> None:
-        """Applies the router after `layers` layers to raw states [1, S, D]."""
+        """Applies the router after `layers` layers to raw hidden states [1, S, D]."""
         normalized = self.routers.exit_state(self.source, layers, raw)
         score = self.routers.routers[layers].to(raw.device)(normalized)
         exits_here = (score > self.thresholds[layers]) & ~self.exited

@@ -159,7 +159,7 @@ def network_equals_step(head: DraftHead, file: Path, rows: int = CONTEXT - 4, dr
     session = onnxruntime.InferenceSession(str(file), session_options(), providers=["CPUExecutionProvider"])
     kv_heads, head_dim = pieces.kv_shape
     pages = {kind: np.zeros((CONTEXT // 16, kv_heads, 16, head_dim), np.float32) for kind in ("key", "value")}
-    generator, width = torch.Generator().manual_seed(3), pieces.state_size
+    generator, width = torch.Generator().manual_seed(3), pieces.hidden_size
     embeddings = torch.randn(1, rows + drafts, width, generator=generator)
     states = 2 * torch.randn(1, rows, width, generator=generator)
 

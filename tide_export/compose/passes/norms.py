@@ -1,7 +1,7 @@
 """Replaces norms that the exporter leaves as many nodes.
 
-An RMS norm without a weight (Gemma 3n and 4, Mamba 2) gets one of ones. An RMS norm of states less their mean is a
-layer norm (Cohere).
+An RMS norm without a weight (Gemma 3n and 4, Mamba 2) gets one of ones. An RMS norm of hidden states less their mean is
+a layer norm (Cohere).
 """
 
 import numpy as np
@@ -26,10 +26,10 @@ class NormsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         bare = [(node, *found) for node in nodes_of(graph, "Mul") if (found := _bare(node)) is not None]
-        for node, states, epsilon in bare:
-            width = last_dim(states) or 0
+        for node, hidden, epsilon in bare:
+            width = last_dim(hidden) or 0
             ones = constant(graph, f"ones_{width}", np.ones(width, np.float32))
-            _replace(node, "RMSNormalization", [states, ones], epsilon)
+            _replace(node, "RMSNormalization", [hidden, ones], epsilon)
         centered = [(node, x) for node in nodes_of(graph, "RMSNormalization") if (x := _centered(node)) is not None]
         for node, x in centered:
             _replace(node, "LayerNormalization", [x, node.inputs[1]], node.attributes.get_float("epsilon", 1e-5))
@@ -64,7 +64,7 @@ def _bare(product: ir.Node) -> tuple[ir.Value, float] | None:
 
 
 def _centered(norm: ir.Node) -> ir.Value | None:
-    """Returns the states whose mean over the last axis is subtracted before the norm; None: it is not."""
+    """Returns the hidden states whose mean over the last axis is subtracted before the norm; None: it is not."""
     last = (rank(norm.inputs[0]) or 0) - 1
     difference = producer(norm.inputs[0], "Sub")
     mean = producer(difference.inputs[1], "ReduceMean") if difference is not None else None

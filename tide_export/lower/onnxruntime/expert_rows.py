@@ -1,8 +1,8 @@
 """Keeps new tokens on the second axis in a mixture of experts.
 
-So it can be part of one operator of layers. Models merge batch and tokens around it: states [N, D] between Reshapes
-from and to [1, N, D]. What multiplies by the experts, and all after it that computes every row alike, is computed with
-the first axis kept; what it reads of other nodes (the choice of the experts and their shares) gets one.
+So it can be part of one operator of layers. Models merge batch and tokens around it: hidden states [N, D] between
+Reshapes from and to [1, N, D]. What multiplies by the experts, and all after it that computes every row alike, is
+computed with the first axis kept; what it reads of other nodes (the choice of the experts and their shares) gets one.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def _of_experts(graph: ir.Graph) -> set[ir.Value | None]:
 
 
 def _computes_rows(node: ir.Node) -> bool:
-    """Whether the node computes every row of states [N, ..] alike, whatever axes are before the rows'."""
+    """Whether the node computes every row of hidden states [N, ..] alike, whatever axes are before the rows'."""
     weights = [value for value in node.inputs[1:] if value is not None and value.is_initializer()]
     of_rank = rank(node.inputs[0])
     if of_rank is None or of_rank < 2:
@@ -91,7 +91,7 @@ def _is_last_slice(node: ir.Node) -> bool:
 
 
 def _sums_choices(node: ir.Node) -> bool:
-    """Whether a ReduceSum adds up the second axis of states [N, k, D]."""
+    """Whether a ReduceSum adds up the second axis of hidden states [N, k, D]."""
     axes = numbers_of(node.inputs[1]) if len(node.inputs) > 1 else None
     keeps = node.attributes.get_int("keepdims", 1)
     return node.op_type == "ReduceSum" and rank(node.inputs[0]) == 3 and axes in ([1], [-2]) and not keeps
@@ -107,7 +107,7 @@ def _replace(graph: ir.Graph, reshape: ir.Node) -> bool:
 
 
 class _Rows:
-    """Computes states [N, ..] as [1, N, ..]."""
+    """Computes hidden states [N, ..] as [1, N, ..]."""
 
     def __init__(self, graph: ir.Graph, tokens: Dim) -> None:
         self._graph, self._tokens = graph, tokens

@@ -2,8 +2,8 @@
 
 The matmul then runs on the matrix itself.
 
-The step graph gathers the states that get logits as a matrix [m, D], and the traced head takes [B, S, D]. Where the
-head is one matmul by a weight, both reshapes go; where it does more (a softcap, a scale) they remain and cost little.
+The step graph gathers the hidden states that get logits as a matrix [m, D], and the traced head takes [B, S, D]. Where
+the head is one matmul by a weight, both reshapes go; where it does more (a softcap, a scale) they remain.
 """
 
 from collections.abc import Iterator

@@ -44,24 +44,24 @@ class Run:
     def __init__(self) -> None:
         self.nodes = list[ir.Node]()
         self.after = list[ir.Node]()
-        self.states = set[ir.Value]()  # that nodes of it read or make
+        self.hidden = set[ir.Value]()  # that nodes of it read or make
         self._later = list[ir.Node]()  # readers after the last node
         self._tainted = set[ir.Value]()
 
     def takes(self, node: ir.Node) -> bool:
-        """Whether the node can come next: it reads states of the run, and nothing that others made of them."""
+        """Whether the node can come next: it reads hidden states of the run, and nothing that others made of them."""
         read = read_by(node)
-        return self._tainted.isdisjoint(read) and (not self.nodes or not self.states.isdisjoint(states_among(read)))
+        return self._tainted.isdisjoint(read) and (not self.nodes or not self.hidden.isdisjoint(hidden_among(read)))
 
     def is_apart_from(self, node: ir.Node) -> bool:
         """Whether the node reads nothing that nodes of the run read or make."""
-        return bool(self.nodes) and self._tainted.isdisjoint(read_by(node)) and self.states.isdisjoint(read_by(node))
+        return bool(self.nodes) and self._tainted.isdisjoint(read_by(node)) and self.hidden.isdisjoint(read_by(node))
 
     def add(self, node: ir.Node) -> None:
         self.nodes.append(node)
         self.after += self._later
         self._later.clear()
-        self.states.update(states_among(read_by(node)), states_among(node.outputs))
+        self.hidden.update(hidden_among(read_by(node)), hidden_among(node.outputs))
 
     def pass_by(self, node: ir.Node) -> None:
         """Notes a node that is not of the run."""
@@ -91,11 +91,11 @@ def runs_of(graph: ir.Graph) -> Iterator[Run]:
 
 
 def _is_known(node: ir.Node) -> bool:
-    """Whether the operator may hold the node, which makes states of the tokens that it reads."""
+    """Whether the operator may hold the node, which makes hidden states of the tokens that it reads."""
     keeps = node.domain == DOMAIN and node.op_type in (*OP_PAGED_ATTENTION.values(), *STATE_OPERATORS)
     made = node.outputs[:1] if keeps else [value for value in node.outputs if value.name]
-    read = states_among(read_by(node))
-    if not read or len(states_among(made)) < len(made):
+    read = hidden_among(read_by(node))
+    if not read or len(hidden_among(made)) < len(made):
         return False
     if len({required(value.shape)[1] for value in (*read, *made)}) > 1:
         return False
@@ -137,9 +137,9 @@ def strided(node: ir.Node) -> tuple[int, int] | None:
     return (first, every) if 0 <= first < width and end[0] >= width and every > 0 else None
 
 
-def _is_same_for_all(value: ir.Value, states: ir.Value) -> bool:
-    """Whether a weight is added to or multiplied with every token's row of `states` alike."""
-    own, whole = rank(value), required(rank(states))
+def _is_same_for_all(value: ir.Value, hidden: ir.Value) -> bool:
+    """Whether a weight is added to or multiplied with every token's row of `hidden` alike."""
+    own, whole = rank(value), required(rank(hidden))
     if not value.is_initializer() or value.dtype != FLOAT or own is None or own > whole:
         return False
     return all(dim == 1 for dim in list(required(value.shape))[: max(0, own - whole + 2)])
@@ -159,13 +159,13 @@ def _all_read(node: ir.Node) -> Iterator[ir.Value]:
             yield from read_by(inner)
 
 
-def states_among(values: Iterable[ir.Value]) -> list[ir.Value]:
+def hidden_among(values: Iterable[ir.Value]) -> list[ir.Value]:
     """Returns the values that are computed float32 [1, N, ..]."""
     return [value for value in values if value.name and value.dtype == FLOAT and width_of(value) is not None]
 
 
 def width_of(value: ir.Value) -> int | None:
-    """Returns how many numbers of a token computed states [1, N, ..] hold; None: they are no such states."""
+    """Returns how many numbers of a token computed hidden states [1, N, ..] hold; None: they are none."""
     if value.is_initializer() or value.shape is None or len(value.shape) < 3 or value.shape[0] != 1:
         return None
     rest = [dim for dim in list(value.shape)[2:] if isinstance(dim, int)]

@@ -17,9 +17,9 @@ from tide_export.lower.onnxruntime.layer_runs import (
     ALL_INTEGER_MATMULS,
     Run,
     branches_of,
+    hidden_among,
     read_by,
     runs_of,
-    states_among,
 )
 from tide_export.lower.onnxruntime.layers_text import text_of
 from tide_export.names.operators import DOMAIN, OP_INTEGER_LAYERS, OP_LAYERS
@@ -53,7 +53,7 @@ def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
 def _replace(model: ir.Model, run: Run, overload: str) -> None:
     own = set(run.nodes)
     inputs = list(dict.fromkeys(value for node in run.nodes for value in read_by(node) if value.producer() not in own))
-    first = next(iter(states_among(read_by(run.nodes[0]))))
+    first = next(iter(hidden_among(read_by(run.nodes[0]))))
     inputs.sort(key=lambda value: value is not first)
     outputs = [value for node in run.nodes for value in node.outputs if value.name and _is_read_outside(value, own)]
     op_type = OP_INTEGER_LAYERS if any(node.op_type in ALL_INTEGER_MATMULS for node in run.nodes) else OP_LAYERS

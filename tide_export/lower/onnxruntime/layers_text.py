@@ -4,9 +4,9 @@
     RMSNormalization s0 = i0 w5 epsilon=1e-05
     TideInt4MatMul s1 = s0 w6 w7
 
-`i` and `w` are the operator's inputs, `w` those that are initializers, `o` its outputs, all by number; `s` are states
-[1, N, ..] between nodes, in memory that the first line gives the widths of; `-` is absent. `cpp/ops/layers_program.h`
-has the whole form, for who reads it.
+`i` and `w` are the operator's inputs, `w` those that are initializers, `o` its outputs, all by number; `s` are hidden
+states [1, N, ..] between nodes, in memory that the first line gives the widths of; `-` is absent.
+`cpp/ops/layers_program.h` has the whole form, for who reads it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from tide_export.names.operators import OP_CAUSAL_CONV, OP_LORA, OP_PAGED_ATTENT
 
 ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_interleaved")
 LORA_ATTRIBUTES = ("offset", "rank", "column", "width")
-IN_PLACE = (OP_LORA, *RESHAPES)  # may change a state that nothing reads after them
+IN_PLACE = (OP_LORA, *RESHAPES)  # may change a hidden state that nothing reads after them
 
 
 def text_of(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> str:
@@ -44,10 +44,10 @@ def text_of(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Seque
 
 
 class _Places:
-    """Names where values are: inputs, weights, outputs and states of the operator.
+    """Names where values are: inputs, weights, outputs and hidden states of the operator.
 
     Attributes:
-        widths: of states, which values share where none is needed at the same time.
+        widths: of hidden states, which values share where none is needed at the same time.
     """
 
     def __init__(self, nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]):
@@ -69,7 +69,7 @@ class _Places:
         return self.of(node.outputs)
 
     def release(self, node: ir.Node) -> None:
-        """Lets others have the states that nothing reads after `node`."""
+        """Lets others have the hidden states that nothing reads after `node`."""
         made = self.of(node.outputs)
         for value in read_by(node):
             place = self._of[value]

@@ -2,8 +2,8 @@
 
 The attention reads its result whole.
 
-Applies where all three are MatMul (+ bias) of the same states by stored weights with nothing in between; a model that
-normalizes queries and keys per head keeps its three. The packed weight is concatenated when the model is written.
+Applies where all three are MatMul (+ bias) of the same hidden states by stored weights with nothing in between; a model
+that normalizes queries and keys per head keeps its three. The packed weight is concatenated when the model is written.
 
 Quantized matmuls are packed by naming all their matrices in one node, whose rows `QuantizedMatMulsPass` stacks: every
 row consists of whole blocks, so nothing is rounded again.
@@ -32,7 +32,7 @@ from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_LORA, OP_PAGED_
 
 @dataclass
 class _Projection:
-    states: ir.Value
+    hidden: ir.Value
     weight: ir.Value | None  # [D, N]; None: quantized
     bias: ir.Value | None  # [N]
     nodes: list[ir.Node]  # readers first
@@ -70,7 +70,7 @@ def _packable(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Projection]]]:
     """Every attention whose three projections can be packed, with these."""
     for node in [node for name in OP_PAGED_ATTENTION.values() for node in nodes_of(model.graph, name, DOMAIN)]:
         projections = [p for value in node.inputs[:3] if (p := _projection(value)) is not None]
-        kinds = {(p.states, p.bias is None, p.weight is None, p.bits) for p in projections}
+        kinds = {(p.hidden, p.bias is None, p.weight is None, p.bits) for p in projections}
         if len(projections) == 3 and len(kinds) == 1:
             yield node, projections
 
@@ -90,9 +90,9 @@ def _projection(value: ir.Value | None) -> _Projection | None:
 def _plain_projection(value: ir.Value | None) -> _Projection | None:
     quantized = producer(value, OP_QUANTIZED_MATMUL, DOMAIN)
     if quantized is not None:
-        states, bias = (*quantized.inputs, None)[:2]
+        hidden, bias = (*quantized.inputs, None)[:2]
         alone = len(quantized.outputs[0].uses()) == 1
-        return _Projection(required(states), None, bias, [quantized]) if alone else None
+        return _Projection(required(hidden), None, bias, [quantized]) if alone else None
     bias, nodes = None, list[ir.Node]()
     add = producer(value, "Add")
     if add is not None:
@@ -104,25 +104,25 @@ def _plain_projection(value: ir.Value | None) -> _Projection | None:
     matmul = producer(value, "MatMul")
     if matmul is None or not is_weight(matmul.inputs[1], 2):
         return None
-    states, weight = map(required, matmul.inputs)
+    hidden, weight = map(required, matmul.inputs)
     nodes.append(matmul)
     if any(len(item.outputs[0].uses()) != 1 for item in nodes):
         return None
-    return _Projection(states, weight, bias, nodes)
+    return _Projection(hidden, weight, bias, nodes)
 
 
 def _pack(graph: ir.Graph, attention: ir.Node, projections: list[_Projection]) -> None:
     first = projections[0]
-    dtype = first.states.dtype or FLOAT
+    dtype = first.hidden.dtype or FLOAT
     width = sum(last_dim(p.nodes[0].outputs[0]) or 0 for p in projections)
-    shape = [*(list(first.states.shape)[:2] if first.states.shape is not None else [1, None]), width]
+    shape = [*(list(first.hidden.shape)[:2] if first.hidden.shape is not None else [1, None]), width]
     bias = None
     if first.bias is not None:
         bias = derived_weight(
             graph, f"{first.bias.name}.qkv", [width], dtype, _concatenated(p.bias for p in projections)
         )
     if first.weight is None:
-        inputs, names = [first.states, *([bias] if bias is not None else [])], [n for p in projections for n in p.names]
+        inputs, names = [first.hidden, *([bias] if bias is not None else [])], [n for p in projections for n in p.names]
         packed = op_before(
             attention,
             OP_QUANTIZED_MATMUL,
@@ -135,9 +135,9 @@ def _pack(graph: ir.Graph, attention: ir.Node, projections: list[_Projection]) -
         )
     else:
         weights = _concatenated(p.weight for p in projections)
-        weight_shape = [last_dim(first.states) or 0, width]
+        weight_shape = [last_dim(first.hidden) or 0, width]
         weight = derived_weight(graph, f"{first.weight.name}.qkv", weight_shape, dtype, weights)
-        packed = op_before(attention, "MatMul", [first.states, weight], dtype=dtype, shape=shape, suffix="_qkv")
+        packed = op_before(attention, "MatMul", [first.hidden, weight], dtype=dtype, shape=shape, suffix="_qkv")
         if bias is not None:
             packed = op_before(attention, "Add", [packed, bias], dtype=dtype, shape=shape, suffix="_qkv_bias")
     column = 0

@@ -44,14 +44,14 @@ class SkipNormsPass(ir.passes.InPlacePass):
 
 
 def _pairs(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Node]]:
-    """Every addition of states [B, S, D], and the norm over D after it."""
+    """Every addition of hidden states [B, S, D], and the norm over D after it."""
     for norm in [norm for op_type in FUSED for norm in nodes_of(model.graph, op_type)]:
         add = producer(norm.inputs[0], "Add")
-        if add is not None and add.graph is norm.graph and _adds_states(add) and _over_last_axis(norm):
+        if add is not None and add.graph is norm.graph and _adds_hidden(add) and _over_last_axis(norm):
             yield add, norm
 
 
-def _adds_states(add: ir.Node) -> bool:
+def _adds_hidden(add: ir.Node) -> bool:
     a, b = add.inputs
     if a is None or b is None or a.is_initializer() or b.is_initializer():
         return False

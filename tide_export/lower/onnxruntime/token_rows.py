@@ -1,4 +1,4 @@
-"""Keeps new tokens on the second axis of states, so that whole layers can be one operator.
+"""Keeps new tokens on the second axis of hidden states, so that whole layers can be one operator.
 
 Models swap tokens and channels around a convolution, or tokens and heads around a norm, or merge these, and write
 Softplus in three operators. Each is undone where all nodes in between compute every row alike.
@@ -48,7 +48,7 @@ class TokenRowsPass(ir.passes.InPlacePass):
 
 
 class _Layout(ABC):
-    """A layout that a model gives states for some nodes; `of` computes these in the usual one."""
+    """A layout that a model gives hidden states for some nodes; `of` computes these in the usual one."""
 
     def __init__(self, dimensions: int) -> None:
         self._dimensions = dimensions
@@ -119,25 +119,25 @@ class _Merged(_Layout):
         self._graph = graph
 
     def split(self, node: ir.Node) -> ir.Value | None:
-        """Returns the output [B, N, ..] of a Reshape of such states, computed in the usual layout."""
-        output, states = node.outputs[0], self.of(node.inputs[0])
+        """Returns the output [B, N, ..] of a Reshape of such hidden states, computed in the usual layout."""
+        output, hidden = node.outputs[0], self.of(node.inputs[0])
         if (
-            states is None
+            hidden is None
             or (rank(output) or 0) < 3
-            or dims(output)[:2] != dims(states)[:2]
+            or dims(output)[:2] != dims(hidden)[:2]
             or 0 in _integers(dims(output)[2:])
         ):
             return None
-        return self._reshaped(node, states, dims(output))
+        return self._reshaped(node, hidden, dims(output))
 
     def before(self, node: ir.Node) -> ir.Value | None:
-        states, merged = node.inputs[0], node.outputs[0]
-        if node.op_type != "Reshape" or states is None or rank(merged) != 2 or (rank(states) or 0) < 3:
+        hidden, merged = node.inputs[0], node.outputs[0]
+        if node.op_type != "Reshape" or hidden is None or rank(merged) != 2 or (rank(hidden) or 0) < 3:
             return None
-        numbers, width = math.prod(_integers(dims(states)[2:])), last_dim(merged)
+        numbers, width = math.prod(_integers(dims(hidden)[2:])), last_dim(merged)
         if width is None or not numbers or numbers % width:
             return None
-        return self._reshaped(node, states, [*dims(states)[:2], numbers // width, width])
+        return self._reshaped(node, hidden, [*dims(hidden)[:2], numbers // width, width])
 
     def attributes(self, node: ir.Node) -> dict[str, ir.Attr] | None:
         norm = node.op_type in NORMS and node.attributes.get_int("axis", -1) in (-1, 1)
@@ -148,9 +148,9 @@ class _Merged(_Layout):
     def shape(self, shape: list[Dim], inputs: list[ir.Value | None]) -> list[Dim]:
         return next(dims(value) for value in inputs if rank(value) == 4)
 
-    def _reshaped(self, node: ir.Node, states: ir.Value, shape: list[Dim]) -> ir.Value:
+    def _reshaped(self, node: ir.Node, hidden: ir.Value, shape: list[Dim]) -> ir.Value:
         target = integers(self._graph, "_".join(map(str, ("shape_0_0", *shape[2:]))), [0, 0, *_integers(shape[2:])])
-        return op_before(node, "Reshape", [states, target], dtype=states.dtype, shape=shape, suffix="_rows")
+        return op_before(node, "Reshape", [hidden, target], dtype=hidden.dtype, shape=shape, suffix="_rows")
 
 
 def _integers(shape: list[Dim]) -> list[int]:

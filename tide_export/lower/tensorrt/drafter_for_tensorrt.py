@@ -23,7 +23,7 @@ def drafter_for_tensorrt(pieces: DrafterPieces, weights: str) -> ir.Model:
     """Returns the network of a drafter, whose first input is EMBEDDINGS.
 
     Args:
-        weights: fp32, fp16 or bf16, of weights, embeddings, states and K/V; logits are always float32.
+        weights: fp32, fp16 or bf16, of weights, embeddings, hidden states and K/V; logits are always float32.
     """
     model = compose_drafter_segment(pieces)
     for node in nodes_of(model.graph, OP_QUANTIZED_MATMUL, DOMAIN):

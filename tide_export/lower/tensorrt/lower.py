@@ -52,9 +52,9 @@ class Networks:
     """The networks of one model, by name: `segment_name(k)`, shallowest first, and `AFTER_SEGMENTS`.
 
     Attributes:
-        weights: fp32, fp16 or bf16, of states and K/V, and of all weights but `matrices`.
+        weights: fp32, fp16 or bf16, of hidden states and K/V, and of all weights but `matrices`.
         capacity: tokens the K/V buffers hold, the longest sequence.
-        exit_size: width D' of the states the head takes.
+        exit_size: width D' of the hidden states the head takes.
         max_tokens: tokens a run may take, if experts are gathered.
         unbatched: why sequences cannot be batched, if they cannot.
         matrices: int4 or fp8, of the layers' matrices; None: as `weights`.
@@ -147,7 +147,7 @@ def networks_for_tensorrt(
 
     Args:
         capacity: tokens the K/V buffers hold; the `max_length` of `cut`.
-        weights: fp32, fp16 or bf16, of weights, states and K/V; routers and logits are always float32.
+        weights: fp32, fp16 or bf16, of weights, hidden states and K/V; routers and logits are always float32.
         quantized: the matrices that the trace names but does not hold, if the traced model is quantized.
 
     Raises:

@@ -4,7 +4,7 @@ ModelOpt writes them for TensorRT in this form.
 
 Integers of 4 bits have a DequantizeLinear by blocks along K, and TensorRT multiplies by what it dequantizes as it reads
 them. For matrices in FP8 a QuantizeLinear and a DequantizeLinear round the input too, and TensorRT multiplies in FP8.
-Scales have the type of the states, which is the type that is computed in.
+Scales have the type of the hidden states, which is the type that is computed in.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ FP8, INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4
 
 
 class QuantizedMatMulsPass(ir.passes.InPlacePass):
-    """Inputs of each node: states [..., K] in half precision, and an optional bias [N]."""
+    """Inputs of each node: hidden states [..., K] in half precision, and an optional bias [N]."""
 
     def __init__(self, blocks: Mapping[str, IntegerMatrix | Fp8Matrix]):
         """`blocks`: the matrices by the names the nodes use; integers of 4 bits without zero points."""

@@ -75,12 +75,12 @@ def with_key_bias(
     """
     graph = graph_of(node)
 
-    def padded(states: ir.Value, count: int, name: str, fill: float = 0.0) -> ir.Value:
-        *shape, width = dims(states)
+    def padded(value: ir.Value, count: int, name: str, fill: float = 0.0) -> ir.Value:
+        *shape, width = dims(value)
         number = constant(graph, f"fill_{fill}", np.array(fill, dtype=np.float32))
-        inputs = [states, integers(graph, f"pad_{count}", [0] * 7 + [count]), number]
+        inputs = [value, integers(graph, f"pad_{count}", [0] * 7 + [count]), number]
         shape = [*shape, width + count]
-        return op_before(node, "Pad", inputs, dtype=states.dtype, shape=shape, suffix=f"_{name}_{count}")
+        return op_before(node, "Pad", inputs, dtype=value.dtype, shape=shape, suffix=f"_{name}_{count}")
 
     batch, heads, tokens, width = dims(key)
     column = [batch, heads, tokens, 1]

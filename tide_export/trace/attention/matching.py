@@ -148,21 +148,21 @@ class _Attention:
     def replace(self, layer: int, rule: ScoreRule, tables: dict[bytes, ir.Value]) -> None:
         """Replaces it by a TideAttention."""
         graph = graph_of(self.node)
-        states = self.query, self.key, self.value
+        qkv = self.query, self.key, self.value
         if rule.by_token is not None:
             if dims(rule.by_token)[1] != self.kv_heads:
                 raise refusal(self.kind, FROM_TOKENS)
-            states = with_key_bias(self.node, *states, rule.by_token, rule.by_token_factor)
+            qkv = with_key_bias(self.node, *qkv, rule.by_token, rule.by_token_factor)
         attributes: dict[str, int | float] = {
             "layer": layer,
             "num_heads": self.heads,
             "kv_num_heads": self.kv_heads,
-            "head_dim": static_dim(states[0], 3),
+            "head_dim": static_dim(qkv[0], 3),
             "scale": rule.scale,
         }
         if rule.window is not None:
             attributes["window"] = rule.window
-        inputs: list[ir.Value | None] = [*states]
+        inputs: list[ir.Value | None] = [*qkv]
         if rule.bias is not None:
             table = np.ascontiguousarray(rule.bias, dtype=np.float32)
             if table.tobytes() not in tables:

@@ -149,42 +149,42 @@ def _added(graph: Graph, target: OpOverload, *arguments: Argument) -> Node:
     return node
 
 
-def _reshaped(graph: Graph, states: Node, shape: Sequence) -> tuple:
+def _reshaped(graph: Graph, x: Node, shape: Sequence) -> tuple:
     """A view of contiguous memory, which is written with allowzero (right for an empty tensor too)."""
-    whole = graph.call_function(aten.clone.default, (states,), {"memory_format": torch.contiguous_format})
-    whole.meta = {**states.meta, "val": aten.clone.default(states.meta["val"], memory_format=torch.contiguous_format)}
+    whole = graph.call_function(aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+    whole.meta = {**x.meta, "val": aten.clone.default(x.meta["val"], memory_format=torch.contiguous_format)}
     return aten.view.default, whole, shape
 
 
-def _flattened(graph: Graph, states: Node, first: int = 0, last: int = -1) -> tuple:
+def _flattened(graph: Graph, x: Node, first: int = 0, last: int = -1) -> tuple:
     """A view of a known shape, which the exporter would compute from the tensor."""
-    sizes = states.meta["val"].shape
+    sizes = x.meta["val"].shape
     if not sizes:
-        return _reshaped(graph, states, [1])
+        return _reshaped(graph, x, [1])
     first, last = first % len(sizes), last % len(sizes)
     joined = math.prod(sizes[first : last + 1])
-    shape = [_size(graph, states, dim) for dim in range(len(sizes))]
-    return _reshaped(graph, states, [*shape[:first], joined if isinstance(joined, int) else -1, *shape[last + 1 :]])
+    shape = [_size(graph, x, dim) for dim in range(len(sizes))]
+    return _reshaped(graph, x, [*shape[:first], joined if isinstance(joined, int) else -1, *shape[last + 1 :]])
 
 
-def _size(graph: Graph, states: Node, dim: int) -> int | Node:
+def _size(graph: Graph, x: Node, dim: int) -> int | Node:
     """The size of a dimension: a number, or the first node that computes it."""
-    size = states.meta["val"].shape[dim]
+    size = x.meta["val"].shape[dim]
     if isinstance(size, int):
         return size
     for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
-        if node < states and node.meta["val"].node.expr == size.node.expr:
+        if node < x and node.meta["val"].node.expr == size.node.expr:
             return node
-    return _added(graph, aten.sym_size.int, states, dim)
+    return _added(graph, aten.sym_size.int, x, dim)
 
 
 def _differences(
-    graph: Graph, states: Node, n: int = 1, dim: int = -1, prepend: Node | None = None, append: Node | None = None
+    graph: Graph, x: Node, n: int = 1, dim: int = -1, prepend: Node | None = None, append: Node | None = None
 ) -> tuple:
     """Differences of neighbours, taken `n` times."""
-    parts = [part for part in (prepend, states, append) if part is not None]
-    whole = _added(graph, aten.cat.default, parts, dim) if len(parts) > 1 else states
-    subtract = aten.bitwise_xor.Tensor if states.meta["val"].dtype == torch.bool else aten.sub.Tensor
+    parts = [part for part in (prepend, x, append) if part is not None]
+    whole = _added(graph, aten.cat.default, parts, dim) if len(parts) > 1 else x
+    subtract = aten.bitwise_xor.Tensor if x.meta["val"].dtype == torch.bool else aten.sub.Tensor
     for _ in range(n):
         later = _added(graph, aten.slice.Tensor, whole, dim, 1, sys.maxsize)
         earlier = _added(graph, aten.slice.Tensor, whole, dim, 0, -1)
@@ -192,8 +192,8 @@ def _differences(
     return aten.clone.default, whole
 
 
-def _transposed(_: Graph, states: Node) -> tuple:
-    return aten.permute.default, states, list(reversed(range(states.meta["val"].dim())))
+def _transposed(_: Graph, x: Node) -> tuple:
+    return aten.permute.default, x, list(reversed(range(x.meta["val"].dim())))
 
 
 REWRITTEN: dict[object, Callable[..., tuple]] = {

@@ -1,7 +1,7 @@
 """Lets the exporter's rewrite rules match constants without an absolute tolerance.
 
 They take numbers up to 1e-8 for zero, so `x + 1e-8` would become `x`: a norm with that epsilon (Helium) would give NaN
-for states of zeros, such as the embedding of a padding token.
+for hidden states of zeros, such as the embedding of a padding token.
 """
 
 from contextlib import AbstractContextManager

@@ -4,7 +4,7 @@ to the hidden states before markers and split off after."""
 import onnx_ir as ir
 import pytest
 
-from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
+from tide_export.compose.passes.carried_values import CarriedValuesPass, uncarried
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import FLOAT, INT64, dims, nodes_of, typed_value
 from tide_export.names.operators import DOMAIN, OP_CAUSAL_CONV, OP_MARKER
@@ -43,7 +43,7 @@ def widths(model: ir.Model) -> list[int]:
 
 def test_each_segment_gets_what_it_and_later_ones_read() -> None:
     model = traced()
-    CarriedStatesPass((0, 1, 2))(model)
+    CarriedValuesPass((0, 1, 2))(model)
     assert widths(model) == [6 + 2 + 3, 6 + 3, 6]
     for layer in nodes_of(model.graph, "Layer"):
         hidden, extra = layer.inputs
@@ -53,13 +53,13 @@ def test_each_segment_gets_what_it_and_later_ones_read() -> None:
 
 def test_a_value_that_several_layers_read_is_carried_once() -> None:
     model = traced(("extra_1", "extra_1"))
-    CarriedStatesPass((0, 1, 2))(model)
+    CarriedValuesPass((0, 1, 2))(model)
     assert widths(model) == [6 + 3, 6 + 3, 6]
 
 
 def test_a_value_that_is_no_vector_of_numbers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"reads the token ids \(Layer\), so the model cannot be cut there"):
-        CarriedStatesPass((0, 1, 2))(traced(dtype=INT64))
+        CarriedValuesPass((0, 1, 2))(traced(dtype=INT64))
 
 
 def test_an_operator_with_a_state_is_run_in_its_layer_though_it_reads_ids_alone() -> None:
@@ -71,7 +71,7 @@ def test_an_operator_with_a_state_is_run_in_its_layer_though_it_reads_ids_alone(
     model.graph.insert_after(ids.producer(), conv)  # before every marker
     second = list(nodes_of(model.graph, "Layer"))[1]
     second.replace_input_with(1, conv.outputs[0])
-    CarriedStatesPass((0, 1, 2))(model)
+    CarriedValuesPass((0, 1, 2))(model)
     assert conv.inputs[0].producer().op_type == "Split"
     assert conv.inputs[0].producer().inputs[0].producer().attributes["layer"].as_int() == 1
     assert width == 2
@@ -102,7 +102,7 @@ def passed_on(widths_of_layers: tuple[int, ...]) -> ir.Model:
 
 def test_what_a_layer_passes_on_beside_its_states_is_carried_to_the_next() -> None:
     model = passed_on((2, 2, 5))
-    CarriedStatesPass((0, 1, 2, 3))(model)
+    CarriedValuesPass((0, 1, 2, 3))(model)
     assert widths(model) == [6, 6 + 2, 6 + 2, 6]
     for layer in nodes_of(model.graph, "Beside")[1:]:
         hidden, passed = layer.inputs
@@ -112,7 +112,7 @@ def test_what_a_layer_passes_on_beside_its_states_is_carried_to_the_next() -> No
 
 def test_values_of_other_widths_after_another_checkpoint_are_followed_by_zeros() -> None:
     model = passed_on((2, 4, 5))
-    CarriedStatesPass((0, 1, 2, 3))(model)
+    CarriedValuesPass((0, 1, 2, 3))(model)
     assert widths(model) == [6, 6 + 4, 6 + 4, 6]
     (pad,) = nodes_of(model.graph, "Pad")
     (marker,) = (use.node for use in pad.outputs[0].uses())

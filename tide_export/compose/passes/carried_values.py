@@ -1,10 +1,10 @@
-"""Adds to each token's state whatever else later layers read of the token.
+"""Adds to each token's hidden states whatever else later layers read of the token.
 
-So only segment 0 reads token ids, and no segment what an earlier one computed. States have one width at all
+So only segment 0 reads token ids, and no segment what an earlier one computed. Hidden states have one width at all
 checkpoints: where less is read, zeros follow.
 
 Runs on the trace before it is cut. A layer may read values that follow from the token ids alone, such as its slice of a
-second embedding, or that an earlier layer computed beside its hidden states, such as a router's state. Neither is there
+second embedding, or that an earlier layer computed beside its hidden states, such as a router's. Neither is there
 when a later segment runs on pending tokens, so these values are concatenated to the hidden states before the markers
 and split off after them.
 """
@@ -22,7 +22,7 @@ from tide_export.names.operators import DOMAIN, OP_MARKER
 TAPPED = "tapped"  # names the node that gives what a draft head reads, in the last segment whatever that is
 
 
-class CarriedStatesPass(ir.passes.InPlacePass):
+class CarriedValuesPass(ir.passes.InPlacePass):
     """Runs after `SharedKeysPass`, so that attention reads no value of an earlier segment."""
 
     def __init__(self, boundaries: Sequence[int]):
@@ -52,7 +52,7 @@ class CarriedStatesPass(ir.passes.InPlacePass):
     def _carried(self, reads: Sequence["_Read"], layer: int) -> list[ir.Value]:
         """Returns the values that the marker `layer` carries.
 
-        Those of token ids are carried on to the last checkpoint: their states need no zeros.
+        Those of token ids are carried on to the last checkpoint: their hidden states need no zeros.
         """
 
         def carries(read: _Read) -> bool:
@@ -140,17 +140,17 @@ def _carry(graph: ir.Graph, marker: ir.Node, carried: Sequence[ir.Value], missin
     batch, tokens, _ = dims(hidden)
     widths = [*map(_width, (hidden, *carried))]
     shape = [batch, tokens, sum(widths)]
-    state = op_before(marker, "Concat", [hidden, *carried], {"axis": -1}, dtype=FLOAT, shape=shape)
+    joined = op_before(marker, "Concat", [hidden, *carried], {"axis": -1}, dtype=FLOAT, shape=shape)
     if missing:
         widths, shape = [*widths, missing], [batch, tokens, sum(widths) + missing]
         pads = integers(graph, f"state_pads_{missing}", [0, 0, 0, 0, 0, missing])
-        state = op_before(marker, "Pad", [state, pads], dtype=FLOAT, shape=shape)
+        joined = op_before(marker, "Pad", [joined, pads], dtype=FLOAT, shape=shape)
     sizes = integers(graph, f"state_sizes_{'_'.join(map(str, widths))}", widths)
     types = [(FLOAT, [batch, tokens, width]) for width in widths]
     split = new_node("Split", [marked, sizes], {"axis": -1}, name=f"{marker.name}/Split", outputs=types)
     graph.insert_after(marker, split)
     marked.replace_all_uses_with(split.outputs[0])
     split.replace_input_with(0, marked)
-    marker.replace_input_with(0, state)
+    marker.replace_input_with(0, joined)
     marked.shape = ir.Shape(shape)
     return split.outputs[1 : 1 + len(carried)]
