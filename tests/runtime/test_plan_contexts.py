@@ -10,7 +10,7 @@ import pytest
 
 from tide_export.bundle.network_spec import NetworkSpec
 from tide_export.bundle.plan_fields import Profile
-from tide_export.runtime.tensorrt import engines
+from tide_export.runtime.tensorrt import plans
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX, kernel_cache
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 from tide_export.runtime.tensorrt.plans import TrtNetwork
@@ -91,7 +91,7 @@ def test_only_rtx_has_kernels_to_keep_and_where(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("can", [True, False])
 def test_a_run_that_rtx_cannot_record_is_said(monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
-    monkeypatch.setattr(engines, "synchronize", lambda stream: None)
+    monkeypatch.setattr(plans, "synchronize", lambda stream: None)
     context = SimpleNamespace(
         set_device_memory=lambda *memory: None,
         set_optimization_profile_async=lambda *profile: True,

@@ -24,7 +24,7 @@ from tide_export.plans import build
 from tide_export.plans import rebuild as rebuilding
 from tide_export.plans.worker import build as build_one
 from tide_export.runtime.engine import open_engine
-from tide_export.runtime.tensorrt import engines as on_tensorrt
+from tide_export.runtime.tensorrt import plans as on_tensorrt
 from tide_export.runtime.tensorrt import plugins as looking
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.plugins import find_plugins, plugins_to_build_with, plugins_to_load, register

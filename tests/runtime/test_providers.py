@@ -20,7 +20,7 @@ from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime import providers
 from tide_export.runtime.engine import load, open_engine
 from tide_export.runtime.native import created
-from tide_export.runtime.tensorrt import engines as on_tensorrt
+from tide_export.runtime.tensorrt import plans as on_tensorrt
 from tide_export.runtime.tensorrt.flavours import (
     DAMAGED,
     REFUSALS,

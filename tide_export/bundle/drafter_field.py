@@ -19,7 +19,7 @@ class DrafterInfo:
     acceptance: tuple[float, ...]  # share of its drafts that are accepted, by confidence
     max_tokens: int  # rows of a sequence, after which it begins anew
     kv_shape: tuple[int, int]  # (kv_heads, head_dim) of its keys and values
-    state_size: int  # width of the states that it reads
+    state_size: int  # width of the hidden states that it reads
     layers: tuple[int, ...]  # of the model, after which it reads hidden states; empty: the model's final state
     record: dict[str, Any] | None = None  # how it was trained (see `drafting.report`)
 

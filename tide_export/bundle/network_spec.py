@@ -15,7 +15,7 @@ from tide_export.names import segment_networks as names
 from tide_export.names.networks import AFTER_SEGMENTS, BEST, CANDIDATES, DRAFTER, HEAD, segment_name
 
 TOKENS, BATCH = "tokens", "batch"  # the dynamic dimensions: tokens of each sequence in a run, and sequences
-STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+HIDDEN_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 TENSORRT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 
@@ -84,8 +84,8 @@ def of_network(name: str, profiles: Sequence[Profile], info: NetworksInfo) -> tu
 
 def aliases(spec: NetworkSpec) -> dict[str, str]:
     """Returns {output: input} of the buffers that a network updates in place: each pair shares memory."""
-    states = {names.NEW_PENDING: names.NEXT_PENDING_STATES, names.NEW_EXIT_STATES: names.EXIT_STATES}
-    return {output: entry for output, entry in states.items() if output in spec.outputs} | kv_aliases(spec)
+    hidden = {names.NEW_PENDING: names.NEXT_PENDING_STATES, names.NEW_EXIT_STATES: names.EXIT_STATES}
+    return {output: entry for output, entry in hidden.items() if output in spec.outputs} | kv_aliases(spec)
 
 
 def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
@@ -110,9 +110,9 @@ def from_tensorrt(spec: NetworkSpec, described: Mapping[str, tuple[str, Sequence
 
 def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     """Lists every network of a bundle: the segments, AFTER_SEGMENTS, and DRAFTER if it has one."""
-    state, sizes = STATE_TYPES[info.weights], manifest.segment_sizes
-    pending = Tensor(state, (BATCH, 1, info.state_rows, manifest.model.hidden_size))
-    exits = Tensor(state, (BATCH, 1, info.state_rows, info.exit_size))
+    dtype, sizes = HIDDEN_TYPES[info.weights], manifest.segment_sizes
+    pending = Tensor(dtype, (BATCH, 1, info.state_rows, manifest.model.hidden_size))
+    exits = Tensor(dtype, (BATCH, 1, info.state_rows, info.exit_size))
     shared, networks, layer = embedding(info), {}, 0
     for k, size in enumerate(sizes):
         last = k == len(sizes) - 1
@@ -128,7 +128,7 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
         for source in manifest.model.kv_read(range(layer, layer + size)):
             heads, head_dim = manifest.model.kv_shapes[source]
             for kind in ("key", "value"):
-                inputs[names.past(source, kind)] = Tensor(state, (BATCH, heads, info.capacity, head_dim))
+                inputs[names.past(source, kind)] = Tensor(dtype, (BATCH, heads, info.capacity, head_dim))
                 if source % manifest.model.num_layers >= layer:
                     outputs[names.present(source, kind)] = inputs[names.past(source, kind)]
         layer += size
@@ -145,21 +145,21 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     candidates = {names.CANDIDATE_LOGITS: Tensor("float32", shape), names.CANDIDATE_TOKENS: Tensor("int64", shape)}
     networks[CANDIDATES] = NetworkSpec(CANDIDATES, logits, candidates)
     if manifest.drafter is not None and manifest.has_drafter_network:
-        networks[DRAFTER] = _drafter(manifest.drafter, state, shared)
+        networks[DRAFTER] = _drafter(manifest.drafter, dtype, shared)
     return networks
 
 
 def embedding(info: NetworksInfo) -> dict[str, Tensor]:
     """Returns the input EMBEDDING; empty if the networks hold the embedding themselves."""
     table = info.embedding
-    return {} if table is None else {names.EMBEDDING: Tensor(STATE_TYPES[info.weights], (table.rows, table.width))}
+    return {} if table is None else {names.EMBEDDING: Tensor(HIDDEN_TYPES[info.weights], (table.rows, table.width))}
 
 
-def _drafter(drafter: DrafterInfo, state: str, shared: Mapping[str, Tensor]) -> NetworkSpec:
+def _drafter(drafter: DrafterInfo, dtype: str, shared: Mapping[str, Tensor]) -> NetworkSpec:
     heads, head_dim = drafter.kv_shape
     inputs = {
         segment_drafter.INPUT_IDS: Tensor("int64", (BATCH, TOKENS)),
-        segment_drafter.HIDDEN_STATES: Tensor(state, (BATCH, TOKENS, drafter.state_size)),
+        segment_drafter.HIDDEN_STATES: Tensor(dtype, (BATCH, TOKENS, drafter.state_size)),
         segment_drafter.TOKEN_INDICES: Tensor("int64", (TOKENS,)),
         segment_drafter.PAST_LENGTHS: Tensor("int64", (BATCH,)),
         segment_drafter.LAST_TOKENS: Tensor("int64", (BATCH,)),
@@ -167,9 +167,9 @@ def _drafter(drafter: DrafterInfo, state: str, shared: Mapping[str, Tensor]) -> 
     }
     outputs = {
         segment_drafter.LOGITS: Tensor("float32", (BATCH, 1, drafter.token_count)),
-        segment_drafter.NEW_HIDDEN_STATES: Tensor(state, (BATCH, 1, drafter.state_size)),
+        segment_drafter.NEW_HIDDEN_STATES: Tensor(dtype, (BATCH, 1, drafter.state_size)),
     }
     for kind in ("key", "value"):
-        inputs[names.past(0, kind)] = Tensor(state, (BATCH, heads, drafter.max_tokens, head_dim))
+        inputs[names.past(0, kind)] = Tensor(dtype, (BATCH, heads, drafter.max_tokens, head_dim))
         outputs[names.present(0, kind)] = inputs[names.past(0, kind)]
     return NetworkSpec(DRAFTER, inputs, outputs)

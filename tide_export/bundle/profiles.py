@@ -15,7 +15,7 @@ PREFILL_TOKENS = 1024  # maximum tokens of a run; longer prompts are run in part
 # Maximum tokens of a decoding run: 2, because TensorRT for RTX stores the weights of a profile with a single shape a
 # second time, in the layout of matrix-vector products.
 DECODE_TOKENS = 2
-SPARE_ROWS = 256  # rows of a buffer of states beyond the longest run
+SPARE_ROWS = 256  # rows of a buffer of hidden states beyond the longest run
 BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # maximum sequences of a run: default and limit
 
 
@@ -55,9 +55,9 @@ def run_sizes(capacity: int, max_pending: int, batch_size: int = 1, bound: int |
 
 
 def state_rows(capacity: int) -> int:
-    """Returns the rows, per sequence, of the state buffers before each segment and the head.
+    """Returns the rows, per sequence, of the buffers before each segment and the head.
 
-    They hold the states of pending tokens and of a run, or of all `capacity` tokens if these are fewer.
+    They hold the hidden states of pending tokens and of a run, or of all `capacity` tokens if these are fewer.
     """
     return min(capacity, PREFILL_TOKENS) + SPARE_ROWS
 

@@ -14,14 +14,14 @@ def first_tensor(output) -> torch.Tensor:
     return output[0] if isinstance(output, tuple | list) else output
 
 
-def with_first_tensor(output: Any, states: torch.Tensor) -> Any:
+def with_first_tensor(output: Any, hidden: torch.Tensor) -> Any:
     """Replaces the hidden states of a layer's output."""
-    return type(output)((states, *output[1:])) if isinstance(output, tuple | list) else states
+    return type(output)((hidden, *output[1:])) if isinstance(output, tuple | list) else hidden
 
 
-def with_states(output: Any, states: torch.Tensor) -> Any:
-    """Replaces the states [B, S, D] in a backbone's output."""
+def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
+    """Replaces the hidden states [B, S, D] in a backbone's output."""
     if isinstance(output, ModelOutput):
-        output["last_hidden_state"] = states
+        output["last_hidden_state"] = hidden
         return output
-    return (states, *output[1:])
+    return (hidden, *output[1:])

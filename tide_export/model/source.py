@@ -44,7 +44,7 @@ HASH_CHUNK = 2**22  # numbers hashed at a time, which bounds the temporary memor
 
 
 @dataclass(frozen=True)
-class States:
+class Hidden:
     """Result of one forward pass over `input_ids` [B, S].
 
     Attributes:
@@ -68,8 +68,8 @@ class SourceModel:
         name: the folder, hub id or GGUF file it was loaded from.
         weights_sha256: hash of the weights as loaded, before any quantization.
         structure: its layers, final modules and head.
-        hidden_size: width D of raw states, several hidden states of a token together.
-        normalized_size: width D' of normalized states, which routers and head read; differs from D only where a
+        hidden_size: width D of raw hidden states, several hidden states of a token together.
+        normalized_size: width D' of normalized hidden states, which routers and head read; differs from D only where a
             projection follows the norm.
         quantized: the integers whose values the weights now have; None where they are as loaded, and not packed.
         exact_in: of "bf16" and "fp16" those that have every number of its matrices, as loaded, but for packed ones.
@@ -142,11 +142,11 @@ class SourceModel:
         return tuple(sorted(one for one in ids if 0 <= one < self.vocab_size))
 
     @torch.no_grad()
-    def run(self, input_ids: torch.Tensor, layers: Sequence[int], attention_mask: torch.Tensor | None = None) -> States:
-        """Runs the model on `input_ids` [B, S] and keeps the raw states after each of `layers` layers."""
+    def run(self, input_ids: torch.Tensor, layers: Sequence[int], attention_mask: torch.Tensor | None = None) -> Hidden:
+        """Runs the model on `input_ids` [B, S] and keeps the raw hidden states after each of `layers` layers."""
         with self.structure.captured(layers) as raw:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        return States(raw=dict(raw), logits=output.logits)
+        return Hidden(raw=dict(raw), logits=output.logits)
 
     @torch.no_grad()
     def raw_hidden(
@@ -156,7 +156,7 @@ class SourceModel:
         attention_mask: torch.Tensor | None = None,
         keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Returns only the raw states of `run`, [B, S, D] each.
+        """Returns only the raw hidden states of `run`, [B, S, D] each.
 
         It does not compute all logits, the largest tensor.
 
@@ -183,11 +183,11 @@ class SourceModel:
         return tensor.float() if tensor.is_floating_point() else tensor
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Applies the final norm (and projection) to raw states [..., D]; returns [..., D']."""
+        """Applies the final norm (and projection) to raw hidden states [..., D]; returns [..., D']."""
         return self.structure.normalize(hidden)
 
     def head(self, normalized: torch.Tensor) -> torch.Tensor:
-        """Computes logits [B, S, V] of normalized states [B, S, D'], scaling and softcaps included."""
+        """Computes logits [B, S, V] of normalized hidden states [B, S, D'], scaling and softcaps included."""
         return self.structure.head(self.model, normalized)
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.failures import explained
-from tide_export.model.outputs import first_tensor, with_states
+from tide_export.model.outputs import first_tensor, with_hidden
 from tide_export.model.repeated_layers import in_turn, repeated_layers
 from tide_export.model.replaced_forward import returning
 
@@ -75,28 +75,29 @@ class ModelStructure:
     def captured(
         self, layers: Sequence[int], keep: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> Iterator[dict[int, torch.Tensor]]:
-        """Fills the dict with this thread's raw states after `layers` layers, while open.
+        """Fills the dict with this thread's raw hidden states after `layers` layers, while open.
 
         [B, S, D], several streams of a token one after another.
 
-        Other threads may run the model at the same time. Each state is on the device of its layer. `keep` reduces it as
-        soon as it is computed (say, to chosen rows on the CPU), so that the rest is not held until the pass ends.
+        Other threads may run the model at the same time. Each hidden state is on the device of its layer. `keep`
+        reduces it as soon as it is computed (say, to chosen rows on the CPU), so that the rest is not held until the
+        pass ends.
         """
-        states: dict[int, torch.Tensor] = {}
+        hidden: dict[int, torch.Tensor] = {}
         here = threading.get_ident()
 
         def store(count: int) -> Callable:
             def hook(_module, _args, output):
                 if threading.get_ident() == here:
-                    state = self.by_token(first_tensor(output))
-                    states[count] = state if keep is None else keep(state)
+                    one = self.by_token(first_tensor(output))
+                    hidden[count] = one if keep is None else keep(one)
 
             return hook
 
         with ExitStack() as hooks:
             for count in layers:
                 hooks.enter_context(self.layers[count - 1].register_forward_hook(store(count)))
-            yield states
+            yield hidden
 
     @contextmanager
     def last_position_only(self) -> Iterator[None]:
@@ -104,21 +105,21 @@ class ModelStructure:
         here = threading.get_ident()
 
         def shorten(_module, _args, output):
-            return with_states(output, output[0][:, -1:]) if threading.get_ident() == here else output
+            return with_hidden(output, output[0][:, -1:]) if threading.get_ident() == here else output
 
         with self.backbone.register_forward_hook(shorten):
             yield
 
     def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Makes raw states [B, S, D] of what a layer takes or gives."""
+        """Makes raw hidden states [B, S, D] of what a layer takes or gives."""
         return hidden if self.streams is None else hidden.movedim(self.stream_axis, 2).flatten(2)
 
     def by_stream(self, raw: torch.Tensor) -> torch.Tensor:
-        """Makes what a layer takes or gives of raw states [B, S, D]."""
+        """Makes what a layer takes or gives of raw hidden states [B, S, D]."""
         return raw if self.streams is None else raw.unflatten(-1, (self.streams, -1)).movedim(2, self.stream_axis)
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes normalized states [..., D'] of raw states [..., D], by the final modules or the backbone."""
+        """Returns what the head reads [..., D'] of raw hidden states [..., D], by the final modules or the backbone."""
         if self.final_modules is None:
             return self._run_without_layers(hidden)
         for module in self.final_modules:
@@ -137,8 +138,8 @@ class ModelStructure:
 
     def _run_without_layers(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.reshape(-1, 1, hidden.shape[-1])  # sequences of one token: the masks stay small
-        states = self.by_stream(tokens)
-        with returning(self.layers, (states, *[None] * self.others) if self.others else states):
+        given = self.by_stream(tokens)
+        with returning(self.layers, (given, *[None] * self.others) if self.others else given):
             ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=hidden.device)
             return self.backbone(input_ids=ids, use_cache=False)[0].reshape(*hidden.shape[:-1], -1)
 
@@ -164,7 +165,7 @@ def register_adapter(architecture: str, adapter: Adapter | None) -> None:
 
 
 class _NoOtherOutputs(BaseModelOutputWithPastAndCrossAttentions):
-    """A backbone's output with states alone: every other field (router logits and the like) is None."""
+    """A backbone's output with hidden states alone: every other field (router logits and the like) is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -251,8 +252,8 @@ def _find(model: PreTrainedModel) -> ModelStructure:
     around = {id(m) for m in backbone.modules()} - inside_layers
     steps = [call for call in run.calls if id(call[0]) in around]
 
-    last, states = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
-    chain = None if last.ndim == 4 else _chain(steps, last, states)
+    last, hidden = first_tensor(run.outputs[id(layers[-1])]), _last_hidden(kind, backbone, run)
+    chain = None if last.ndim == 4 else _chain(steps, last, hidden)
     if chain is None:
         return _finished_by_forward(model, backbone, layers)
     return ModelStructure(backbone, layers, tuple(chain), _first_position(model, run))
@@ -330,18 +331,19 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
 
     Raises:
         UnsupportedModelError: it does so to one hidden state of each token, which is left to adapters, or what it
-            computes depends on more than the last layer's states; or the modules taken for layers are parts of them.
+            computes depends on more than the last layer's hidden states; or the modules taken for layers are parts of
+            them.
     """
     kind = type(model).__name__
     other = torch.tensor([[1, 2]], device=input_device(model))  # than the tokens that `ModelStructure.normalize` gives
     run = _watch(model, layers, other)
-    last, states = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
+    last, hidden = first_tensor(run.outputs[id(layers[-1])]), _last_hidden(kind, backbone, run)
     if last.ndim == 4 and (1, 2) in (last.shape[1:3], last.shape[:2]):
         axis = 0 if last.shape[1:3] == (1, 2) else 2
         output = run.outputs[id(layers[-1])]
         others = len(output) - 1 if isinstance(output, tuple) else 0
         structure = ModelStructure(backbone, layers, None, streams=last.shape[axis], stream_axis=axis, others=others)
-        if _leads_to(structure, last, states):
+        if _leads_to(structure, last, hidden):
             return structure
     reader = next((module for module, other in run.others if _same(other, last)), None)
     if reader is not None:
@@ -349,7 +351,7 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
             f"{kind}: its {type(reader).__name__} between its last layer and its head reads more than the last layer's "
             "hidden states, so it cannot be applied at a checkpoint"
         )
-    taken = {id(module): states for module, states, _ in run.calls}
+    taken = {id(module): hidden for module, hidden, _ in run.calls}
     for one, following in pairwise(layers):
         if id(following) in taken and not _same(first_tensor(run.outputs[id(one)]), taken[id(following)]):
             raise UnsupportedModelError(
@@ -372,27 +374,27 @@ def _check(model: PreTrainedModel, structure: ModelStructure) -> None:
     calls = [run.counts[id(layer)] for layer in structure.layers]
     if calls != [1] * len(calls) or not calls:
         raise UnsupportedModelError(f"the adapter for {kind} names {len(calls)} layers that ran {sum(calls)} times")
-    states = _states(kind, structure.backbone, run)
-    if not _leads_to(structure, first_tensor(run.outputs[id(structure.layers[-1])]), states):
+    hidden = _last_hidden(kind, structure.backbone, run)
+    if not _leads_to(structure, first_tensor(run.outputs[id(structure.layers[-1])]), hidden):
         raise UnsupportedModelError(
             f"the adapter for {kind} names final modules that do not lead from its last layer to its last_hidden_state"
         )
 
 
 @torch.no_grad()
-def _leads_to(structure: ModelStructure, last: torch.Tensor, states: torch.Tensor) -> bool:
-    """Returns whether `normalize` computes `states` of the last layer's output."""
+def _leads_to(structure: ModelStructure, last: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Returns whether `normalize` computes `hidden` of the last layer's output."""
     normalized = structure.normalize(structure.by_token(last))
-    return normalized.shape == states.shape and torch.allclose(normalized, states, atol=1e-4, rtol=1e-4)
+    return normalized.shape == hidden.shape and torch.allclose(normalized, hidden, atol=1e-4, rtol=1e-4)
 
 
-def _states(kind: str, backbone: nn.Module, run: _Run) -> torch.Tensor:
+def _last_hidden(kind: str, backbone: nn.Module, run: _Run) -> torch.Tensor:
     """Returns the backbone's `last_hidden_state`."""
     output = run.outputs.get(id(backbone))
-    states = output[0] if isinstance(output, tuple | ModelOutput) else None
-    if not isinstance(states, torch.Tensor):
+    hidden = output[0] if isinstance(output, tuple | ModelOutput) else None
+    if not isinstance(hidden, torch.Tensor):
         raise UnsupportedModelError(f"{kind}: its {type(backbone).__name__} gives no last_hidden_state")
-    return states
+    return hidden
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -49,7 +49,7 @@ class EmbeddingConfig:
                 whole_number(name, getattr(self, name), minimum=1)
         if self.layer is not None and self.pooling == "mean":
             raise GenerationError(
-                "pooling 'mean' is for full depth: a checkpoint gives the state of the last token alone"
+                "pooling 'mean' is for full depth: a checkpoint gives the hidden state of the last token alone"
             )
 
     def options(self, manifest: Manifest) -> GenerationConfig:
@@ -80,11 +80,11 @@ class EmbeddingConfig:
         Raises:
             GenerationError: it has fewer dimensions; or its router's score is 0, which is never above a threshold.
         """
-        states = generation.states
-        assert states is not None
+        hidden = generation.states
+        assert hidden is not None
         if self.layer is not None and generation.stats.exit_layer[0] != self.layer:
             raise GenerationError(f"the router of layer {self.layer} gives a text the score 0: use another layer")
-        vector = np.asarray(states.mean(axis=0, dtype=np.float64) if self.pooling == "mean" else states[-1], np.float32)
+        vector = np.asarray(hidden.mean(axis=0, dtype=np.float64) if self.pooling == "mean" else hidden[-1], np.float32)
         if self.dimensions is not None and self.dimensions > len(vector):
             raise GenerationError(f"dimensions must be at most {len(vector)}, the model's, not {self.dimensions}")
         vector = vector[: self.dimensions]

@@ -26,7 +26,7 @@ from tide_export.errors import TraceError
 from tide_export.graph.builder import OPSET
 from tide_export.graph.rewriting import nodes_of
 from tide_export.model.failures import refuse_trace
-from tide_export.model.outputs import first_tensor, with_first_tensor, with_states
+from tide_export.model.outputs import first_tensor, with_first_tensor, with_hidden
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_MARKER, STATE_OPERATORS
@@ -229,7 +229,7 @@ def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
         return lambda _module, _args, output: with_first_tensor(output, mark(first_tensor(output), layer))
 
     def after_backbone(_module, _args, output):
-        return with_states(output, _mark(output[0], depth + 1))
+        return with_hidden(output, _mark(output[0], depth + 1))
 
     handles = [structure.layers[0].register_forward_pre_hook(before_first, with_kwargs=True)]
     handles += [structure.layers[layer - 1].register_forward_hook(after(layer)) for layer in bounds if layer]

@@ -69,12 +69,12 @@ def draw_embedding(bundle: Path, device: str) -> None:
 
     from tide_export.bundle.file_names import EMBEDDING_FILE, MANIFEST_FILE
     from tide_export.bundle.manifest import Manifest
-    from tide_export.bundle.network_spec import STATE_TYPES
+    from tide_export.bundle.network_spec import HIDDEN_TYPES
 
     info = Manifest.from_json((bundle / MANIFEST_FILE).read_text()).networks
     if info is None or info.embedding is None or (bundle / EMBEDDING_FILE).exists():
         return
-    kind = getattr(torch, STATE_TYPES[info.weights])
+    kind = getattr(torch, HIDDEN_TYPES[info.weights])
     noise = 0.02 * torch.randn(info.embedding.rows, info.embedding.width, device=device)
     (bundle / EMBEDDING_FILE).write_bytes(noise.to(kind).cpu().view(torch.uint8).numpy().tobytes())
 

@@ -224,7 +224,7 @@ def _engine_steps(
     building = cli("build", bundle, "--target", flavour_name, "--plugins", plugins or "none")
     shows = "plans build here" + (", with the plugin in them" if plugins else "")
     prompt = ("--prompt", "def main(", "--max-new-tokens", "32", "--json")
-    comparing = tool("checks/engines", bundle, *((plugins,) if plugins else ()))
+    comparing = tool("checks/plans", bundle, *((plugins,) if plugins else ()))
     equal = "every engine equals ONNX Runtime in every profile"
     found = [
         Step(copied[0], "", copying, 120, after, (flavour(flavour_name),)),

@@ -28,7 +28,7 @@ from tide_export.common.version import __version__
 from tide_export.errors import GenerationError, ProviderError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tensorrt import cudart as calls
-from tide_export.runtime.tensorrt import engines as opening
+from tide_export.runtime.tensorrt import plans as opening
 
 DTYPES = {dtype: name for name, dtype in TENSORRT_TYPES.items()}
 
