@@ -1,4 +1,4 @@
-"""Execution contexts of engines, on stand-ins for the library: compiled kernels that are kept, and recording."""
+"""Execution contexts of plans, on stand-ins for the library: compiled kernels that are kept, and recording."""
 
 import gc
 import logging
