@@ -53,7 +53,7 @@ class Sample:
 def collect_splits(
     source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig, cache: Path | None
 ) -> dict[str, Sample]:
-    """Samples "train", "validation" and "test", with hidden states at the checkpoints and after the last layer."""
+    """Samples "train", "validation" and "test", with hidden states at the checkpoints and the end."""
     layers = [*checkpoints, source.num_layers]
     train, held_out = capacities(source, config, len(layers))
     parts = {"train": (split.train, train), "validation": (split.validation, held_out), "test": (split.test, held_out)}

@@ -28,7 +28,7 @@ _seeding = threading.Lock()  # PyTorch's default generator, which draws initial 
 
 @dataclass(frozen=True)
 class LabelledHidden:
-    """A split's tokens at one checkpoint: normalized hidden states float32 [n, D'], labels "may exit" bool [n]."""
+    """A split's tokens at one checkpoint: normalized float32 [n, D'], labels "may exit" bool [n]."""
 
     features: torch.Tensor
     labels: torch.Tensor

@@ -58,7 +58,7 @@ class Store:
 
 
 class FolderStore(Store):
-    """Holds the hidden states in a folder that all processes share; as a context manager, locks the folder.
+    """Holds the hidden states in a folder that all processes share; as a context manager, locks it.
 
     With `folder` None the folder is temporary and unlinked as soon as every process has opened its files: the space is
     freed with the arrays, even if a process is killed.

@@ -87,7 +87,7 @@ def divergence(source: SourceModel, hidden: torch.Tensor, full: torch.Tensor) ->
 
 
 def agreement(source: SourceModel, hidden: torch.Tensor, full_top1: torch.Tensor) -> torch.Tensor:
-    """Returns whether the top-1 token of each normalized hidden state [n, D'] is `full_top1` [n], bool [n].
+    """Returns whether the top-1 token of each row of `hidden` [n, D'] is `full_top1` [n], bool [n].
 
     On a CPU the most frequent tokens are compared first: if one of them is above the full model's token, as for most
     hidden states of early layers, the rest of the head is not computed.

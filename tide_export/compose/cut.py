@@ -278,7 +278,7 @@ def _remove_inner_markers(traced: TracedModel) -> None:
 
 
 def _shapes_from_hidden_states(piece: ir.Graph) -> None:
-    """Makes a piece read shapes off its hidden states [B, S, W] instead of input_ids or position_ids [B, S]."""
+    """Makes a piece read shapes off its hidden states [B, S, W], not input_ids or position_ids [B, S]."""
     hidden, positions, token_ids = piece.inputs
     for source in (token_ids, positions):
         for node, index in list(source.uses()):

@@ -1,4 +1,4 @@
-"""Adds what a checkpoint computes: the hidden state that the head reads at an exit, and the router on it.
+"""Adds what a checkpoint computes: what the head reads at an exit, and the router on it.
 
 The step graph and the segment networks share these functions, so that both exit by the same arithmetic.
 """

@@ -79,9 +79,8 @@ class ModelStructure:
 
         [B, S, D], several streams of a token one after another.
 
-        Other threads may run the model at the same time. Each hidden state is on the device of its layer. `keep`
-        reduces it as soon as it is computed (say, to chosen rows on the CPU), so that the rest is not held until the
-        pass ends.
+        Other threads may run the model at the same time. Each result is on the device of its layer. `keep` reduces it
+        as soon as it is computed (say, to chosen rows on the CPU), so that the rest is not held until the pass ends.
         """
         hidden: dict[int, torch.Tensor] = {}
         here = threading.get_ident()
@@ -119,7 +118,7 @@ class ModelStructure:
         return raw if self.streams is None else raw.unflatten(-1, (self.streams, -1)).movedim(2, self.stream_axis)
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what the head reads [..., D'] of raw hidden states [..., D], by the final modules or the backbone."""
+        """Returns what the head reads [..., D'] of raw [..., D], by the final modules or the backbone."""
         if self.final_modules is None:
             return self._run_without_layers(hidden)
         for module in self.final_modules:
@@ -165,7 +164,7 @@ def register_adapter(architecture: str, adapter: Adapter | None) -> None:
 
 
 class _NoOtherOutputs(BaseModelOutputWithPastAndCrossAttentions):
-    """A backbone's output with hidden states alone: every other field (router logits and the like) is None."""
+    """A backbone's output of hidden states alone: each other field (router logits and the like) is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -331,8 +330,7 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
 
     Raises:
         UnsupportedModelError: it does so to one hidden state of each token, which is left to adapters, or what it
-            computes depends on more than the last layer's hidden states; or the modules taken for layers are parts of
-            them.
+            computes depends on more than the last layer gives; or the modules taken for layers are parts of them.
     """
     kind = type(model).__name__
     other = torch.tensor([[1, 2]], device=input_device(model))  # than the tokens that `ModelStructure.normalize` gives

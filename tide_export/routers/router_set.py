@@ -57,7 +57,7 @@ class RouterSet:
         return "lens" if self.lenses else "identity"
 
     def exit_state(self, source: SourceModel, layers: int, raw: torch.Tensor) -> torch.Tensor:
-        """Computes what the head reads [..., D'] of an exit after `layers` layers from raw hidden states [..., D]."""
+        """Computes what the head reads [..., D'] at an exit after `layers` layers from `raw` [..., D]."""
         lens = self.lenses.get(layers)
         return source.normalize(raw if lens is None else lens.to(raw.device)(raw))
 

@@ -64,7 +64,7 @@ def _bare(product: ir.Node) -> tuple[ir.Value, float] | None:
 
 
 def _centered(norm: ir.Node) -> ir.Value | None:
-    """Returns the hidden states whose mean over the last axis is subtracted before the norm; None: it is not."""
+    """Returns what has its mean over the last axis subtracted before the norm; None: nothing has."""
     last = (rank(norm.inputs[0]) or 0) - 1
     difference = producer(norm.inputs[0], "Sub")
     mean = producer(difference.inputs[1], "ReduceMean") if difference is not None else None

@@ -65,7 +65,7 @@ def _of_experts(graph: ir.Graph) -> set[ir.Value | None]:
 
 
 def _computes_rows(node: ir.Node) -> bool:
-    """Whether the node computes every row of hidden states [N, ..] alike, whatever axes are before the rows'."""
+    """Whether the node computes every row of its input [N, ..] alike, whatever axes are before the rows'."""
     weights = [value for value in node.inputs[1:] if value is not None and value.is_initializer()]
     of_rank = rank(node.inputs[0])
     if of_rank is None or of_rank < 2:

@@ -49,7 +49,7 @@ class Run:
         self._tainted = set[ir.Value]()
 
     def takes(self, node: ir.Node) -> bool:
-        """Whether the node can come next: it reads hidden states of the run, and nothing that others made of them."""
+        """Whether the node can come next: it reads the run's hidden states, and nothing others made of them."""
         read = read_by(node)
         return self._tainted.isdisjoint(read) and (not self.nodes or not self.hidden.isdisjoint(hidden_among(read)))
 

@@ -62,7 +62,7 @@ def share_embedding(models: Mapping[str, ir.Model], weights: str) -> SharedEmbed
 
 
 def _product(head: ir.Graph, name: str) -> ir.Node | None:
-    """The MatMul of hidden states and the transposed embedding, if the head reads the embedding there alone."""
+    """The MatMul by the transposed embedding, if the head reads the embedding there alone."""
     users = [use.node for use in head.initializers[name].uses()]
     products = [use for node in users for use in node.outputs[0].uses() if node.op_type == "Transpose"]
     found = len(users) == len(products) == 1 and products[0].idx == 1 and products[0].node.op_type == "MatMul"
@@ -70,7 +70,7 @@ def _product(head: ir.Graph, name: str) -> ir.Node | None:
 
 
 def _multiply_rows(head: ir.Graph, product: ir.Node, rows: int, width: int) -> None:
-    """Lets the MatMul take hidden states [m, E] and give logits [m, V] in place of [1, m, E] and [1, m, V]."""
+    """Lets the MatMul take `hidden` [m, E] and give logits [m, V] in place of [1, m, E] and [1, m, V]."""
     (hidden, transposed), output = map(required, product.inputs), product.outputs[0]
     shape, first = integers(head, "as_states", [-1, width]), integers(head, "axis_0", [0])
     flat = op_before(product, "Reshape", [hidden, shape], dtype=output.dtype, shape=[None, width], suffix="_states")
