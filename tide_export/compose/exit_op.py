@@ -95,7 +95,7 @@ def add_exit_state(body: GraphBuilder, call: ir.Node, hidden: ir.Value, inputs: 
 
 
 def add_score(body: GraphBuilder, hidden: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
-    """Adds the router on `hidden` [.., D']: an MLP (with the shortlist's summary, if there is one), sigmoid.
+    """Adds the router on `hidden` [.., D']: an MLP (with the shortlist's summary, if there is one).
 
     Returns the scores [.., 1].
     """
