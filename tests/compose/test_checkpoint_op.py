@@ -99,6 +99,6 @@ def inputs_of(states: np.ndarray, last: list[int], threshold: float = 0) -> dict
 def test_what_does_not_fit_is_refused(width: int, last: list[int]) -> None:
     session = opened(model_of("rms", False, False, 16, weights_of("rms", False, False, width, 8)))
     with pytest.raises(
-        Exception, match=r"TideCandidate takes states \[1, n, D\], last tokens among the n, a threshold"
+        Exception, match=r"TideCandidate takes hidden states \[1, n, D\], last tokens among the n, a threshold"
     ):
         session.run(None, inputs_of(np.ones((1, 2, 16), np.float32), last))

@@ -145,8 +145,8 @@ def test_a_token_is_the_same_to_the_bit_however_many_run(threads: int) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("Reshape o0 = i0 shape=5,16", "a shape does not fit the states"),
-        ("Split o0 = i0 sizes=32,16", "a split does not fit the states"),
+        ("Reshape o0 = i0 shape=5,16", "a shape does not fit the hidden states"),
+        ("Split o0 = i0 sizes=32,16", "a split does not fit the hidden states"),
         ("Mul o0 = i0 w1", "takes tensors that fit each other"),
     ],
 )
