@@ -33,7 +33,7 @@ struct Queries {
   std::int32_t const* pages;  // of the sequence
   std::int64_t kv_head, position, count;  // position: of the first token
   float const* rows;                      // [count, width], rotated and scaled; zero after head_dim
-  float* states;                          // [count, 2], between calls of `merge`
+  float* softmax;                         // [count, 2], largest score and sum, between calls of `merge`
   float const* distance_bias;             // of the first token, [.., heads, extent], added to scores
   float* output;                          // of the first token, [.., heads, head_dim]
 };

@@ -184,13 +184,13 @@ Status* PagedAttention::add(Operands const& operands, Run& run) {
   if (tokens * (size + (writes ? 2 * kv_size : 0)) >= kFewNewFloats) run.needs_threads();
 
   Spans spans(a);
-  float* const states = queries + rows * a.width;
+  float* const softmax = queries + rows * a.width;
   for (std::int64_t i = 0; i < sequences.count; ++i) {
     for (std::int64_t token = 0; token < sequences.tokens(i); token += kSpanTokens) {
       std::int64_t const count = std::min(kSpanTokens, sequences.tokens(i) - token);
       std::int64_t const row = sequences.starts()[i] + token;
       spans.add({sequences.pages + i * sequences.longest_table, 0, sequences.first_position(i) + token,
-                 count * a.group(), queries + row * a.heads * a.width, states + 2 * row * a.heads,
+                 count * a.group(), queries + row * a.heads * a.width, softmax + 2 * row * a.heads,
                  static_cast<float const*>(distance_bias.data) + row * a.heads * a.extent,
                  static_cast<float*>(result) + row * size});
     }

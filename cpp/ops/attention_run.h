@@ -131,7 +131,7 @@ struct Span {
             queries.position + token,
             std::min(rows, queries.count - row),
             queries.rows + first * a.width,
-            queries.states + 2 * first,
+            queries.softmax + 2 * first,
             queries.distance_bias + token * a.heads * a.extent,
             queries.output + token * a.heads * a.head_dim};
   }

@@ -39,18 +39,18 @@ void top_two(float const* logits, std::int64_t count, float* result) {
   result[1] = second - first - std::log(sum);
 }
 
-void normalize(Kernel const& kernel, float const* scale, float const* shift, std::int64_t size, float* state) {
+void normalize(Kernel const& kernel, float const* scale, float const* shift, std::int64_t size, float* row) {
   double mean = 0, square = 0;
-  for (std::int64_t d = 0; d < size && kernel.norm == Norm::kLayer; ++d) mean += state[d];
+  for (std::int64_t d = 0; d < size && kernel.norm == Norm::kLayer; ++d) mean += row[d];
   mean /= static_cast<double>(size);
-  for (std::int64_t d = 0; d < size; ++d) square += (state[d] - mean) * (state[d] - mean);
+  for (std::int64_t d = 0; d < size; ++d) square += (row[d] - mean) * (row[d] - mean);
   auto const factor = static_cast<float>(1 / std::sqrt(square / static_cast<double>(size) + kernel.epsilon));
   for (std::int64_t d = 0; d < size; ++d) {
-    state[d] = (state[d] - static_cast<float>(mean)) * factor * scale[d] + (shift == nullptr ? 0 : shift[d]);
+    row[d] = (row[d] - static_cast<float>(mean)) * factor * scale[d] + (shift == nullptr ? 0 : shift[d]);
   }
 }
 
-// The inputs of a run after the states, the last tokens and the thresholds.
+// The inputs of a run after the hidden states, the last tokens and the thresholds.
 struct Inputs {
   Matrix down, shortlist, lens_down, lens_up;
   float const *up, *bias, *confidence, *lens_bias, *scale, *shift;
@@ -58,7 +58,7 @@ struct Inputs {
 
 Status* refused() {
   return api.CreateStatus(abi::kInvalidArgument,
-                          "TideCandidate takes states [1, n, D], last tokens among the n, a threshold for each, and "
+                          "TideCandidate takes hidden states [1, n, D], last tokens among the n, a threshold for each, and "
                           "weights that fit");
 }
 
@@ -123,37 +123,37 @@ Status* read(Kernel const& kernel, Reader& reader, std::int64_t width, Inputs& i
   return nullptr;
 }
 
-// In `states` [rows, width] those of tokens; replaced by what the head reads of them.
+// In `hidden` [rows, width] those of tokens; replaced by what the head reads of them.
 Status* make_exit_states(Kernel const& kernel, Context* context, Inputs const& in, std::int64_t width,
-                         std::vector<float>& states) {
-  std::size_t const rows = states.size() / static_cast<std::size_t>(width);
+                         std::vector<float>& hidden) {
+  std::size_t const rows = hidden.size() / static_cast<std::size_t>(width);
   if (kernel.lens) {
     Products low(rows), change(rows);
-    low.add(states.data(), in.lens_down);
+    low.add(hidden.data(), in.lens_down);
     TIDE_RETURN_IF_FAILED(low.run(context));
     change.add(low.result(0), in.lens_up);
     TIDE_RETURN_IF_FAILED(change.run(context));
     float const* sum = change.result(0);
     for (std::size_t row = 0; row < rows; ++row, sum += width) {
-      float* const state = states.data() + row * static_cast<std::size_t>(width);
-      for (std::int64_t d = 0; d < width; ++d) state[d] += sum[d] + in.lens_bias[d];
+      float* const one = hidden.data() + row * static_cast<std::size_t>(width);
+      for (std::int64_t d = 0; d < width; ++d) one[d] += sum[d] + in.lens_bias[d];
     }
   }
   if (kernel.norm == Norm::kNone) return nullptr;
   for (std::size_t row = 0; row < rows; ++row) {
-    normalize(kernel, in.scale, in.shift, width, states.data() + row * static_cast<std::size_t>(width));
+    normalize(kernel, in.scale, in.shift, width, hidden.data() + row * static_cast<std::size_t>(width));
   }
   return nullptr;
 }
 
 // The router's scores of what the head reads, one for each of `scores`.
-Status* make_scores(Kernel const& kernel, Context* context, Inputs const& in, std::vector<float> const& states,
+Status* make_scores(Kernel const& kernel, Context* context, Inputs const& in, std::vector<float> const& hidden,
                     std::vector<float>& scores) {
   Products products(scores.size());
-  products.add(states.data(), in.down);
-  if (kernel.shortlist) products.add(states.data(), in.shortlist);
+  products.add(hidden.data(), in.down);
+  if (kernel.shortlist) products.add(hidden.data(), in.shortlist);
   TIDE_RETURN_IF_FAILED(products.run(context));
-  float const* hidden = products.result(0);
+  float const* inner = products.result(0);
   float const* logits = kernel.shortlist ? products.result(1) : nullptr;
   for (float& score : scores) {
     float summary[2] = {0, 0};
@@ -163,11 +163,11 @@ Status* make_scores(Kernel const& kernel, Context* context, Inputs const& in, st
     }
     float sum = *in.bias;
     for (std::int64_t r = 0; r < in.down.n_size; ++r) {
-      float value = hidden[r];
+      float value = inner[r];
       if (kernel.shortlist) value += summary[0] * in.confidence[r] + summary[1] * in.confidence[in.down.n_size + r];
       sum += value * sigmoid(value) * in.up[r];
     }
-    hidden += in.down.n_size;
+    inner += in.down.n_size;
     score = sigmoid(sum);
   }
   return nullptr;
@@ -187,16 +187,16 @@ struct Outputs {
 };
 
 // Computes the rows `scored` of `last`, the tokens' indices, and of the outputs.
-Status* compute_rows(Kernel const& kernel, Context* context, Inputs const& in, Tensor const& states,
+Status* compute_rows(Kernel const& kernel, Context* context, Inputs const& in, Tensor const& hidden,
                      std::int64_t const* last, float const* thresholds, std::vector<std::size_t> const& scored,
                      Outputs const& out) {
-  std::int64_t const width = states.dims[2];
+  std::int64_t const width = hidden.dims[2];
   auto const size = static_cast<std::size_t>(width);
   std::vector<float> rows(scored.size() * size), scores(scored.size());
   for (std::size_t i = 0; i < scored.size(); ++i) {
-    std::int64_t const token = last[scored[i]] + (last[scored[i]] < 0 ? states.dims[1] : 0);
-    if (token < 0 || token >= states.dims[1]) return refused();
-    std::copy_n(static_cast<float const*>(states.data) + token * width, width, rows.data() + i * size);
+    std::int64_t const token = last[scored[i]] + (last[scored[i]] < 0 ? hidden.dims[1] : 0);
+    if (token < 0 || token >= hidden.dims[1]) return refused();
+    std::copy_n(static_cast<float const*>(hidden.data) + token * width, width, rows.data() + i * size);
   }
   TIDE_RETURN_IF_FAILED(make_exit_states(kernel, context, in, width, rows));
   TIDE_RETURN_IF_FAILED(make_scores(kernel, context, in, rows, scores));
@@ -209,15 +209,15 @@ Status* compute_rows(Kernel const& kernel, Context* context, Inputs const& in, T
   return nullptr;
 }
 
-Status* compute(void* state, Context* context) {
-  Kernel const& kernel = *static_cast<Kernel const*>(state);
+Status* compute(void* self, Context* context) {
+  Kernel const& kernel = *static_cast<Kernel const*>(self);
   Reader reader(context);
-  Tensor states, last;
+  Tensor hidden, last;
   float const* thresholds = nullptr;
-  TIDE_RETURN_IF_FAILED(reader.next(states));
+  TIDE_RETURN_IF_FAILED(reader.next(hidden));
   TIDE_RETURN_IF_FAILED(reader.next(last));
-  if (states.rank != 3 || states.dims[0] != 1 || last.rank != 1) return refused();
-  std::int64_t const rows = last.dims[0], width = states.dims[2];
+  if (hidden.rank != 3 || hidden.dims[0] != 1 || last.rank != 1) return refused();
+  std::int64_t const rows = last.dims[0], width = hidden.dims[2];
   TIDE_RETURN_IF_FAILED(reader.vector(rows, thresholds));
   Outputs out;
   TIDE_RETURN_IF_FAILED(output(context, 0, {rows, width}, out.candidates));
@@ -236,7 +236,7 @@ Status* compute(void* state, Context* context) {
     Inputs in;
     TIDE_RETURN_IF_FAILED(read(kernel, reader, width, in));
     auto const* const tokens = static_cast<std::int64_t const*>(last.data);
-    return compute_rows(kernel, context, in, states, tokens, thresholds, scored, out);
+    return compute_rows(kernel, context, in, hidden, tokens, thresholds, scored, out);
   } catch (std::bad_alloc const&) {
     return api.CreateStatus(abi::kInvalidArgument, "TideCandidate: not enough memory");
   }

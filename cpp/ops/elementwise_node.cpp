@@ -1,6 +1,6 @@
 // Sigmoid, Exp, Softplus, Gelu and Clip of each number; Add and Mul of two tensors, of which one may be broadcast to the
-// other; ReduceSum of the second to last axis; and Reshape, Split and Slice, which leave numbers as they are. All take states
-// [1, N, ..].
+// other; ReduceSum of the second to last axis; and Reshape, Split and Slice, which leave numbers as they are. All take hidden
+// states [1, N, ..].
 #include "elementwise.h"
 
 #include <algorithm>
@@ -122,7 +122,7 @@ class Binary : public Node {
     TIDE_RETURN_IF_FAILED(operands.input(0, a));
     TIDE_RETURN_IF_FAILED(operands.input(1, b));
     Broadcast both;
-    if (!both.of(a, b)) return invalid("an addition or product of states takes tensors that fit each other");
+    if (!both.of(a, b)) return invalid("an addition or product of hidden states takes tensors that fit each other");
     void* made;
     TIDE_RETURN_IF_FAILED(operands.output(0, both.dims, both.rank, &made));
     std::int64_t const rows = both.rows(), width = both.width();
@@ -164,7 +164,7 @@ class Reshape : public Node {
     std::int64_t dims[kMaxRank] = {1, x.dims[1]}, rest = 1, wanted = 1;
     for (std::size_t d = 2; d < x.rank; ++d) rest *= x.dims[d];
     for (std::int64_t const each : shape_) wanted *= each;
-    if (x.rank < 3 || shape_.size() + 2 > kMaxRank || wanted != rest) return invalid("a shape does not fit the states");
+    if (x.rank < 3 || shape_.size() + 2 > kMaxRank || wanted != rest) return invalid("a shape does not fit the hidden states");
     std::copy(shape_.begin(), shape_.end(), dims + 2);
     void* made;
     TIDE_RETURN_IF_FAILED(operands.output(0, dims, shape_.size() + 2, &made));
@@ -191,7 +191,7 @@ class Split : public Node {
     TIDE_RETURN_IF_FAILED(operands.input(0, x));
     std::int64_t width = 0;
     for (std::int64_t const size : sizes_) width += size;
-    if (x.rank == 0 || width == 0 || x.dims[x.rank - 1] != width) return invalid("a split does not fit the states");
+    if (x.rank == 0 || width == 0 || x.dims[x.rank - 1] != width) return invalid("a split does not fit the hidden states");
     std::int64_t const rows = size_of(x) / width;
     std::int64_t const at_once = std::max<std::int64_t>(kNumbers / width, 1);
     float const* from = data_of(x);
@@ -225,7 +225,7 @@ class Slice : public Node {
     Tensor x;
     TIDE_RETURN_IF_FAILED(operands.input(0, x));
     std::int64_t const width = x.rank > 0 ? x.dims[x.rank - 1] : 0;
-    if (start_ < 0 || start_ >= width || step_ < 1) return invalid("a slice does not fit the states");
+    if (start_ < 0 || start_ >= width || step_ < 1) return invalid("a slice does not fit the hidden states");
     std::int64_t const rows = size_of(x) / width, size = x.dims[x.rank - 1] = (width - start_ + step_ - 1) / step_;
     void* made;
     TIDE_RETURN_IF_FAILED(operands.output(0, x.dims, x.rank, &made));
@@ -249,7 +249,7 @@ class ReduceSum : public Node {
   Status* add(Operands const& operands, Run& run) override {
     Tensor x;
     TIDE_RETURN_IF_FAILED(operands.input(0, x));
-    if (x.rank < 2) return invalid("a sum takes states of two axes at least");
+    if (x.rank < 2) return invalid("a sum takes hidden states of two axes at least");
     std::int64_t const added = x.dims[x.rank - 2], width = x.dims[x.rank - 2] = x.dims[x.rank - 1];
     void* made;
     TIDE_RETURN_IF_FAILED(operands.output(0, x.dims, x.rank - 1, &made));

@@ -14,7 +14,7 @@ class Gate : public Node {
   Status* add(Operands const& operands, Run& run) override {
     Tensor x;
     TIDE_RETURN_IF_FAILED(operands.input(0, x));
-    if (x.rank == 0 || x.dims[x.rank - 1] % 2 != 0) return invalid("TideGate takes states [.., 2 W]");
+    if (x.rank == 0 || x.dims[x.rank - 1] % 2 != 0) return invalid("TideGate takes hidden states [.., 2 W]");
     std::int64_t rows = 1, width = x.dims[x.rank - 1] /= 2;
     for (std::size_t d = 0; d + 1 < x.rank; ++d) rows *= x.dims[d];
     void* result;

@@ -15,20 +15,20 @@ struct Tensors {
   Operands const& all;  // of the operator
   std::vector<std::int64_t> const& widths;
   std::vector<Tensor> const& weights;
-  std::vector<Tensor> inputs, outputs, states;
+  std::vector<Tensor> inputs, outputs, hidden;
   std::int64_t rows = 0;
-  float* memory = nullptr;  // of states
+  float* memory = nullptr;  // of hidden states
 
-  Status* make_state(std::size_t index, std::int64_t const* dims, std::size_t rank, void** data) {
+  Status* make_hidden(std::size_t index, std::int64_t const* dims, std::size_t rank, void** data) {
     std::int64_t count = 1;
     for (std::size_t d = 0; d < rank; ++d) count *= dims[d];
     if (rank > kMaxRank || count > rows * widths[index]) {
-      return invalid("TideLayers: states are wider than its attribute says");
+      return invalid("TideLayers: hidden states are wider than its attribute says");
     }
     float* at = memory;
     for (std::size_t i = 0; i < index; ++i) at += rows * widths[i];
     *data = at;
-    keep(states[index], at, dims, rank);
+    keep(hidden[index], at, dims, rank);
     return nullptr;
   }
 
@@ -55,7 +55,7 @@ class LineOperands : public Operands {
     tensor = {};
     if (index >= line_.inputs.size()) return nullptr;
     Operand const& operand = line_.inputs[index];
-    if (operand.kind == Operand::kState) tensor = tensors_.states[operand.index];
+    if (operand.kind == Operand::kHidden) tensor = tensors_.hidden[operand.index];
     if (operand.kind == Operand::kInput) tensor = tensors_.inputs[operand.index];
     if (operand.kind == Operand::kOutput) tensor = tensors_.outputs[operand.index];
     if (operand.kind == Operand::kWeight) tensor = tensors_.weights[operand.index];
@@ -66,7 +66,7 @@ class LineOperands : public Operands {
     *data = nullptr;
     if (index >= line_.outputs.size()) return nullptr;
     Operand const& operand = line_.outputs[index];
-    if (operand.kind == Operand::kState) return tensors_.make_state(operand.index, dims, rank, data);
+    if (operand.kind == Operand::kHidden) return tensors_.make_hidden(operand.index, dims, rank, data);
     if (operand.kind == Operand::kOutput) return tensors_.make_output(operand.index, dims, rank, data);
     return nullptr;
   }
@@ -96,10 +96,10 @@ class Layers : public Node {
                     std::vector<Tensor>(program_.widths.size())};
     TIDE_RETURN_IF_FAILED(read(operands, program_.inputs, tensors.inputs));
     if (tensors.inputs.empty() || tensors.inputs[0].rank < 3 || tensors.inputs[0].dims[0] != 1) {
-      return invalid("TideLayers takes states [1, N, ..] first");
+      return invalid("TideLayers takes hidden states [1, N, ..] first");
     }
     tensors.rows = tensors.inputs[0].dims[1];
-    tensors.memory = run.scratch(tensors.rows * width_, Run::kStates);
+    tensors.memory = run.scratch(tensors.rows * width_, Run::kHidden);
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
       TIDE_RETURN_IF_FAILED(nodes_[i]->add(LineOperands(tensors, program_.lines[i]), run));
     }
@@ -126,7 +126,7 @@ class Layers : public Node {
 
   Program const program_;
   std::vector<std::unique_ptr<Node>> nodes_;  // of its lines
-  std::int64_t width_ = 0;                    // of all states
+  std::int64_t width_ = 0;                    // of all hidden states
   std::mutex mutex_;
   std::vector<Tensor> weights_;
 };

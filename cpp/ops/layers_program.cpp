@@ -39,7 +39,7 @@ Operand operand_of(std::string const& word) {
 
 // Notes what the program reads and makes of the operator's tensors.
 void note(Operand const& operand, std::string const& word, Program& program) {
-  if (operand.kind == Operand::kState && operand.index >= program.widths.size()) throw std::invalid_argument(word);
+  if (operand.kind == Operand::kHidden && operand.index >= program.widths.size()) throw std::invalid_argument(word);
   if (operand.kind == Operand::kOutput) program.outputs = std::max(program.outputs, operand.index + 1);
   if (operand.kind != Operand::kInput && operand.kind != Operand::kWeight) return;
   std::vector<bool>& read = operand.kind == Operand::kInput ? program.inputs : program.weights;

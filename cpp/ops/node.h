@@ -54,8 +54,8 @@ class Run {
     return phases.run(context_, count < 2);
   }
 
-  // Memory for floats. What one node keeps in kFirst or kSecond is lost to the next one; kStates is of all nodes.
-  enum Place { kFirst, kSecond, kStates, kPlaces };
+  // Memory for floats. What one node keeps in kFirst or kSecond is lost to the next one; kHidden is of all nodes.
+  enum Place { kFirst, kSecond, kHidden, kPlaces };
   float* scratch(std::int64_t floats, Place place = kFirst) {
     static thread_local Buffer kept[kPlaces];
     return memory_[place].of(floats, kept[place]);

@@ -1,11 +1,11 @@
-// Norms of states over their last dimension. Chosen for the CPU it runs on.
+// Norms of hidden states over their last dimension. Chosen for the CPU it runs on.
 #pragma once
 
 #include <cstdint>
 
 namespace tide_ops {
 
-// One state, and what it is multiplied by and moved by. All are of `size` floats, or null.
+// One row, and what it is multiplied by and moved by. All are of `size` floats, or null.
 struct NormInputs {
   float const *x, *skip, *skip_bias;  // their sum is normalized
   float const *scale, *bias;          // bias: null, or added at the end

@@ -40,7 +40,7 @@ class Norm : public Node {
     bool const alike = !skip_ || (skip.rank == x.rank && std::equal(x.dims, x.dims + x.rank, skip.dims));
     if (!alike || scale.rank != 1 || !is_vector(scale, width) || !is_vector(bias, width) ||
         !is_vector(skip_bias, width)) {
-      return invalid("a norm takes states of one shape, and scales and biases of their last dimension");
+      return invalid("a norm takes hidden states of one shape, and scales and biases of their last dimension");
     }
     void *y, *sum = nullptr;
     TIDE_RETURN_IF_FAILED(operands.output(0, x.dims, x.rank, &y));

@@ -24,11 +24,11 @@ std::string pages(std::size_t layer, char const* kind);       // [pages, heads, 
 std::string new_pages(std::size_t layer, char const* kind);   // the same pages after the step
 constexpr char const* kLoraWeights = "lora_weights";          // float32 [A, T], a row of each adapter; zeros: of none
 constexpr char const* kAdapters = "adapters";                 // int64 [R], each sequence's row
-constexpr char const* kStatePlaces = "state_places";          // int64 [R, 2], of each sequence's states, and settled tokens
+constexpr char const* kStatePlaces = "state_places";          // int64 [R, 2], where recurrent states are; settled tokens
 std::string states(std::int64_t layer, std::int64_t number);      // float32 [places, ..], a recurrent state
 std::string new_states(std::int64_t layer, std::int64_t number);  // the same after the step
 
-// Tensors of the segment networks and the head. T is float32, float16 or bfloat16; P the rows of a buffer of states.
+// Tensors of the segment networks and the head. T is float32, float16 or bfloat16; P the rows of a buffer of hidden states.
 std::string past(std::size_t layer, char const* kind);     // T [1, heads, C, head_dim], a K/V buffer
 std::string present(std::size_t layer, char const* kind);  // the same buffer after the run
 constexpr char const* kPendingStates = "pending_states";  // T [1, 1, P, D], of all but the first segment
@@ -41,7 +41,7 @@ constexpr std::int64_t kExitRow = 0, kFinalRow = 2;  // rows of it: of an exit; 
 constexpr char const* kThresholds = "exit_thresholds";              // float32 [1]
 constexpr char const* kNewPending = "new_pending_states";           // T [1, 1, P, D]
 constexpr char const* kLastTokens = "last_tokens";                  // int64 [1], index of the last real token, 0 .. S-1
-constexpr char const* kPendingLengths = "pending_lengths";          // int64 [1], row where the new states go
+constexpr char const* kPendingLengths = "pending_lengths";          // int64 [1], row where the new hidden states go
 constexpr char const* kNextPendingStates = "next_pending_states";   // T [1, 1, P, D], before the next segment
 constexpr char const* kRouterScore = "router_score";                // float32 [1]
 constexpr char const* kExitFlag = "exit_flag";                      // int32 [1], 1: the score is above the threshold
@@ -64,7 +64,7 @@ constexpr char const* kSlotThresholds = "slot_thresholds";  // float32 [m, 1], a
 
 constexpr char const *kHead = "head", *kBest = "best", *kCandidates = "candidates";
 constexpr std::size_t kAfterSegments = 3;  // these networks, which follow the segments
-constexpr char const* kDrafter = "drafter";  // where the bundle has one that drafts from the final states
+constexpr char const* kDrafter = "drafter";  // where the bundle has one that drafts from the final hidden states
 std::string segment(std::size_t k);  // the name of segment k's network and engine
 
 }  // namespace names

@@ -88,7 +88,7 @@ void check_effect(std::string const& name, Counts counts, Bundle const& bundle, 
     throw GenerationError(name + " is for mode 'lossless', not " + mode + ": elsewhere nothing is drafted");
   }
   if (counts == Counts::not_lossless && drafts) {
-    throw GenerationError(name + " is for modes 'full' and 'exit', not " + mode + ", whose drafts have states that are not kept");
+    throw GenerationError(name + " is for modes 'full' and 'exit', not " + mode + ", whose drafts' hidden states are not kept");
   }
 }
 

@@ -34,13 +34,13 @@ struct Request {
   Detokenizer detokenizer;        // none: no text is made
   std::int64_t adapter;           // as `Backend::adapter` gives it
   std::int64_t cache_root;        // by the adapter, whose K/V are no other's, and the salt
-  bool states;                    // whether the generation gets its states
+  bool states;                    // whether the generation gets its hidden states
   std::optional<std::size_t> prompt_logprobs;  // the most likely tokens to return for each of the prompt's; none: nothing
 
   // Whether each token of the prompt must be run, also one whose K/V are known.
   bool reads_all() const { return prompt_logprobs || (states && mode == Mode::full); }
 
-  // Whether its tokens may be audited: those that are made for their states say nothing about the thresholds.
+  // Whether its tokens may be audited: those that are made for their hidden states say nothing about the thresholds.
   bool auditable() const { return mode == Mode::exit && !states; }
 };
 

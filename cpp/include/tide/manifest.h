@@ -14,7 +14,7 @@ struct ModelInfo {
   std::string architecture;  // e.g. "LlamaForCausalLM"
   std::string weights_sha256;
   std::int64_t num_layers = 0;
-  std::int64_t hidden_size = 0;  // width of the states between segments
+  std::int64_t hidden_size = 0;  // width of the hidden states between segments
   std::int64_t vocab_size = 0;
   std::optional<std::int64_t> context_length;  // tokens; none: no limit
   std::vector<std::int64_t> eos_token_ids;
@@ -49,7 +49,7 @@ struct ModelInfo {
   };
   std::optional<Lora> lora;  // none: there is no room for any
 
-  // Number of tokens of one run, and drafts before it, that the recurrent states can undo; without states, any number.
+  // Number of tokens of one run, and drafts before it, that the recurrent states can undo; without them, any number.
   std::int64_t undo() const;
 
   // The layer of an attention, as `kv_shapes` numbers them.
@@ -76,7 +76,7 @@ struct DrafterInfo {
   std::vector<double> acceptance;       // share of its drafts that are accepted, by confidence
   std::int64_t max_tokens = 0;          // rows of a sequence, after which its K/V start again
   ModelInfo::KvShape kv_shape{};        // of its keys and values
-  std::int64_t state_size = 0;          // width of the states that it reads
+  std::int64_t state_size = 0;          // width of the hidden states that it reads
   std::vector<std::int64_t> layers;     // layers after which it reads hidden states; empty: the final hidden state
 };
 
@@ -89,12 +89,12 @@ struct EmbeddingInfo {
 
 // The segment networks and the head, which a bundle for TensorRT holds in addition to its graph.
 struct NetworksInfo {
-  std::string weights;               // precision of their weights, states and K/V: "fp32", "fp16", "bf16"
+  std::string weights;               // precision of their weights, hidden states and K/V: "fp32", "fp16", "bf16"
   std::int64_t capacity = 0;         // tokens of their K/V buffers
-  std::int64_t state_rows = 0;       // states of each sequence in their other buffers
+  std::int64_t state_rows = 0;       // hidden states of each sequence in their other buffers
   std::int64_t max_tokens = 0;       // maximum tokens of one run; longer prompts are run in chunks
   std::int64_t max_logits = 0;       // maximum tokens of one run of the head
-  std::int64_t exit_size = 0;        // width of the states that the head reads
+  std::int64_t exit_size = 0;        // width of the hidden states that the head reads
   std::int64_t max_batch_size = 0;   // maximum sequences of one run
   std::int64_t max_slot_tokens = 0;  // maximum tokens of each sequence in a run over several
   std::optional<EmbeddingInfo> embedding;  // none: each network that reads it holds a copy

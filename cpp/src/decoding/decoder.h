@@ -66,18 +66,18 @@ class Decoder {
   // The step to run next, for which no more is drafted. Where it throws nothing has changed.
   virtual StepRequest const& request() { return request_; }
 
-  // Whether it reads the final states of steps.
-  virtual bool reads_states() const { return false; }
+  // Whether it reads the final hidden states of steps.
+  virtual bool reads_hidden() const { return false; }
 
-  // Takes the states of a step, before `take`; of a request that is run in parts, of each part. exits: in place of those
+  // Takes the hidden states of a step, before `take`; of a request that is run in parts, of each part. exits: in place of those
   // before, that which the last token exited with.
-  void read_states(StepResult const& result, bool exits) {
-    if (exits) return states_.assign(result.exit_state, result.exit_state + result.state_width);
-    states_.insert(states_.end(), result.states, result.states + result.state_rows * result.state_width);
+  void read_hidden(StepResult const& result, bool exits) {
+    if (exits) return hidden_.assign(result.exit_state, result.exit_state + result.state_width);
+    hidden_.insert(hidden_.end(), result.states, result.states + result.state_rows * result.state_width);
   }
 
-  // The states that were read since the last call.
-  std::vector<float> take_states() { return std::exchange(states_, {}); }
+  // The hidden states that were read since the last call.
+  std::vector<float> take_hidden() { return std::exchange(hidden_, {}); }
 
   // Takes the step's result. Returns the block's tokens; empty if another step is requested. Where it throws nothing has
   // changed: it may be called again with the same result.
@@ -108,7 +108,7 @@ class Decoder {
   Company others_;  // what the next step runs beside this sequence
   DraftCounts counts_;
   std::int64_t length_ = 0, settled_ = 0;
-  std::vector<float> states_;  // of tokens that steps ran over, in their order
+  std::vector<float> hidden_;  // of tokens that steps ran over, in their order
 };
 
 // The decoder of a request's prompt of this number. In lossless mode the sequence must be started with kNoLimit as

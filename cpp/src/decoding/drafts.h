@@ -1,4 +1,4 @@
-// Declares the interface of a decoder and a drafter: rows to run, and the logits and state of the last one.
+// Declares the interface of a decoder and a drafter: rows to run, and the logits and hidden states of the last one.
 #pragma once
 
 #include <cstddef>
@@ -14,22 +14,22 @@ struct DraftsInfo {
   std::vector<std::int64_t> tokens;  // that it can propose, ascending
   std::vector<double> acceptance;    // share of its drafts that was accepted in training, by confidence
   std::int64_t max_rows = 0;         // of a sequence
-  std::size_t width = 0;             // of a state
+  std::size_t width = 0;             // of a token's hidden states
 };
 
 DraftsInfo drafts_info(DrafterInfo const& drafter);
 
-// Rows that the drafter is to run over in one sequence: tokens, each with the state before it.
+// Rows that the drafter is to run over in one sequence: tokens, each with the hidden states before it.
 struct DraftRows {
   std::int64_t before = 0;        // rows of the sequence that stay; later ones are removed
   std::vector<std::int64_t> ids;  // [n], at least one
-  std::vector<float> states;      // [n, width]
+  std::vector<float> hidden;      // [n, width]
 };
 
 // Of the last row; valid until the next run.
 struct DraftResult {
   float const* logits;  // [tokens]
-  float const* state;   // [width], in place of the model's for a further row
+  float const* hidden;  // [width], in place of the model's for a further row
 };
 
 struct SlotDraft {

@@ -18,8 +18,8 @@ std::size_t Progress::take(std::vector<Token> const& block, Decoder& decoder,
                            std::vector<std::int64_t> const& lengths, double seconds,
                            std::function<bool(Token const&)> const& on_token) {
   if (request_.states) {
-    std::vector<float> const states = decoder.take_states();
-    generation_.states.insert(generation_.states.end(), states.begin(), states.end());
+    std::vector<float> const hidden = decoder.take_hidden();
+    generation_.states.insert(generation_.states.end(), hidden.begin(), hidden.end());
   }
   ExitStats& stats = generation_.stats;
   std::optional<GeneratedText> text = text_;

@@ -51,7 +51,7 @@ class LosslessDecoder final : public Decoder {
         learned_(drafter_ == nullptr ? std::vector<double>() : drafter_->acceptance) {}
 
   bool verifies() const override { return true; }
-  bool reads_states() const override { return drafter_ != nullptr; }
+  bool reads_hidden() const override { return drafter_ != nullptr; }
   std::size_t planned() const override { return drafts_.size(); }
 
   void begin_block(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) override {
@@ -132,7 +132,7 @@ class LosslessDecoder final : public Decoder {
   bool draft_learned(DraftResult const& result, std::size_t sharing) {
     DraftRows const& ran = drafts_.empty() ? waiting_ : last_;
     std::int64_t const rows = ran.before + static_cast<std::int64_t>(ran.ids.size());
-    DraftRows next{rows, {0}, {result.state, result.state + drafter_->width}};
+    DraftRows next{rows, {0}, {result.hidden, result.hidden + drafter_->width}};
     make_room(drafts_, 1);
     auto const drafted = sampler_.draft(result.logits, drafter_->tokens, vocabulary_, drafts_.size());
     if (!drafted) return false;
@@ -223,7 +223,7 @@ class LosslessDecoder final : public Decoder {
       next.assign(new_ids_.begin() + 1, new_ids_.end());
       next.insert(next.end(), ids.begin(), ids.end());
       make_room(waiting_.ids, next.size());
-      make_room(waiting_.states, next.size() * drafter_->width);
+      make_room(waiting_.hidden, next.size() * drafter_->width);
     }
     lookup_.extend(ids);
     settle(accepted);
@@ -231,23 +231,23 @@ class LosslessDecoder final : public Decoder {
     length_ += static_cast<std::int64_t>(request_.ids.size()) - static_cast<std::int64_t>(rejected);
   }
 
-  // Keeps the states of a step's tokens that stay, each with the token after it.
+  // Keeps the hidden states of a step's tokens that stay, each with the token after it.
   //
   // next: the tokens after each that ran and stays, for which there is room. rejected: tokens that ran after these.
   void keep_rows(std::vector<std::int64_t> const& next, std::size_t rejected) noexcept {
-    std::size_t rows = states_.size() / drafter_->width;
+    std::size_t rows = hidden_.size() / drafter_->width;
     rows = std::min(rows - std::min(rows, rejected), next.size());  // those of a prefix cache were not run
-    auto const end = states_.begin() + static_cast<std::ptrdiff_t>(rows * drafter_->width);
+    auto const end = hidden_.begin() + static_cast<std::ptrdiff_t>(rows * drafter_->width);
     waiting_.ids.insert(waiting_.ids.end(), next.end() - static_cast<std::ptrdiff_t>(rows), next.end());
-    waiting_.states.insert(waiting_.states.end(), states_.begin(), end);
-    states_.clear();
+    waiting_.hidden.insert(waiting_.hidden.end(), hidden_.begin(), end);
+    hidden_.clear();
     std::size_t const most = static_cast<std::size_t>(drafter_->max_rows) / 2;
     if (waiting_.ids.size() <= most) return;
     waiting_.before = 0;  // the drafter begins anew with the last of them
     auto const gone = static_cast<std::ptrdiff_t>(waiting_.ids.size() - most);
     waiting_.ids.erase(waiting_.ids.begin(), waiting_.ids.begin() + gone);
-    waiting_.states.erase(waiting_.states.begin(),
-                          waiting_.states.begin() + gone * static_cast<std::ptrdiff_t>(drafter_->width));
+    waiting_.hidden.erase(waiting_.hidden.begin(),
+                          waiting_.hidden.begin() + gone * static_cast<std::ptrdiff_t>(drafter_->width));
   }
 
   // --- what drafts are worth -----------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@
 // (Leviathan et al. 2023, arXiv 2211.17192). Rejected tokens are undone by lowering the lengths of the K/V buffers: nothing
 // is copied. Self-speculative decoding with early exits is due to LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710); here
 // the verifying run is the catch-up of lazy depth, so no layer runs twice for a token. The same run verifies prompt-lookup
-// drafts and those of a bundle's drafter, which reads the final states of verified tokens. `Acceptance` estimates whether a
-// draft pays.
+// drafts and those of a bundle's drafter, which reads the final hidden states of verified tokens. `Acceptance` estimates
+// whether a draft pays.
 #pragma once
 
 #include <memory>

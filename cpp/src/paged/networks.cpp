@@ -13,16 +13,16 @@ namespace {
 // one_sequence: a run is over one alone. draft_size: of what the drafter reads, if the last segment gives that.
 NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::int64_t exit_size, std::int64_t draft_size,
                          bool one_sequence) {
-  std::vector<std::int64_t> const states = {1, kTokens, manifest.model.hidden_size};
+  std::vector<std::int64_t> const hidden = {1, kTokens, manifest.model.hidden_size};
   NetworkSpec spec{names::segment(k),
                    {{names::kPositionIds, true, "int64", {1, kTokens}},
                     {names::kLastTokens, true, "int64", {kTokens}},
                     {names::kSequenceStarts, true, "int64", {kTokens}},
                     {names::kExitStates, false, "float32", {kTokens, exit_size}}}};
   if (k == 0) spec.tensors.push_back({names::kInputIds, true, "int64", {1, kTokens}});
-  if (k > 0) spec.tensors.push_back({names::kHiddenStates, true, "float32", states});
+  if (k > 0) spec.tensors.push_back({names::kHiddenStates, true, "float32", hidden});
   if (k < manifest.checkpoints.size()) {
-    spec.tensors.push_back({names::kNewHiddenStates, false, "float32", states});
+    spec.tensors.push_back({names::kNewHiddenStates, false, "float32", hidden});
     spec.tensors.push_back({names::kSlotThresholds, true, "float32", {kTokens, 1}});
     spec.tensors.push_back({names::kRouterScore, false, "float32", {kTokens, 1}});
   }
@@ -160,7 +160,7 @@ Networks::Networks(Bundle const& bundle, std::optional<std::int64_t> threads, Re
   for (std::size_t k = 0; k <= manifest.checkpoints.size(); ++k) open_segment(bundle, k, load(names::segment(k)));
   std::size_t const read = draft_size_ > 0 ? draft_size_ : exit_size_;
   if (manifest.drafter && manifest.drafter->state_size != static_cast<std::int64_t>(read)) {
-    throw BundleError("bundle " + quoted(bundle.path) + " gives states of " + std::to_string(read) +
+    throw BundleError("bundle " + quoted(bundle.path) + " gives hidden states of " + std::to_string(read) +
                       " numbers, not of the " + std::to_string(manifest.drafter->state_size) +
                       " that the drafter reads: export the bundle again");
   }

@@ -50,7 +50,7 @@ class Networks {
 
   std::size_t segments() const { return segments_.size(); }
   Ort::Session& segment(std::size_t k) { return segments_[k]; }  // shallowest first
-  Ort::Session& head() { return head_; }                         // takes the states that tokens exited with
+  Ort::Session& head() { return head_; }                         // takes the exit states that tokens exited with
 
   std::size_t exit_size() const { return exit_size_; }    // width D' of these
   std::size_t draft_size() const { return draft_size_; }  // width H of what the drafter reads; 0: it reads the same

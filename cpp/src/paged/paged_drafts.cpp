@@ -38,7 +38,7 @@ PagedDrafts::PagedDrafts(DrafterNetwork& network, std::size_t slots)
 std::vector<DraftResult> PagedDrafts::run(std::vector<SlotDraft> const& drafts) {
   inputs_.clear();
   ids_.clear();
-  states_.clear();
+  hidden_.clear();
   for (SlotDraft const& draft : drafts) {
     DraftRows const& added = draft.rows;
     std::unique_ptr<PagedSequence>& sequence = sequences_[draft.slot];
@@ -47,18 +47,18 @@ std::vector<DraftResult> PagedDrafts::run(std::vector<SlotDraft> const& drafts) 
     std::int64_t const total = sequence->reserve(added.ids.size());
     inputs_.add(*sequence, static_cast<std::int64_t>(added.ids.size()), total, 1);
     ids_.insert(ids_.end(), added.ids.begin(), added.ids.end());
-    states_.insert(states_.end(), added.states.begin(), added.states.end());
+    hidden_.insert(hidden_.end(), added.hidden.begin(), added.hidden.end());
   }
   inputs_.bind();
   std::size_t const count = drafts.size(), width = network_.info_.width, tokens = network_.info_.tokens.size();
   logits_.resize(count * tokens);
-  next_states_.resize(count * width);
-  auto const rows = static_cast<std::int64_t>(count), states = static_cast<std::int64_t>(width);
+  next_hidden_.resize(count * width);
+  auto const rows = static_cast<std::int64_t>(count), columns = static_cast<std::int64_t>(width);
   try {
     binding_.BindInput(names::kInputIds, view(memory_, ids_.data(), {1, inputs_.tokens()}));
-    binding_.BindInput(names::kHiddenStates, view(memory_, states_.data(), {1, inputs_.tokens(), states}));
+    binding_.BindInput(names::kHiddenStates, view(memory_, hidden_.data(), {1, inputs_.tokens(), columns}));
     binding_.BindOutput(names::kLogits, view(memory_, logits_.data(), {rows, static_cast<std::int64_t>(tokens)}));
-    binding_.BindOutput(names::kNewHiddenStates, view(memory_, next_states_.data(), {rows, states}));
+    binding_.BindOutput(names::kNewHiddenStates, view(memory_, next_hidden_.data(), {rows, columns}));
     network_.session_.Run(run_options_, binding_);
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed in the drafter: " + first_line(error));
@@ -67,7 +67,7 @@ std::vector<DraftResult> PagedDrafts::run(std::vector<SlotDraft> const& drafts) 
   for (std::size_t i = 0; i < count; ++i) {
     DraftRows const& added = drafts[i].rows;
     sequences_[drafts[i].slot]->lengths[0] = added.before + static_cast<std::int64_t>(added.ids.size());
-    results.push_back({logits_.data() + i * tokens, next_states_.data() + i * width});
+    results.push_back({logits_.data() + i * tokens, next_hidden_.data() + i * width});
   }
   return results;
 }

@@ -50,7 +50,7 @@ class PagedDrafts final : public Drafts {
   SequenceInputs inputs_;
   std::vector<std::unique_ptr<PagedSequence>> sequences_;  // by slot; null: it has no rows
   std::vector<std::int64_t> ids_;
-  std::vector<float> states_, logits_, next_states_;
+  std::vector<float> hidden_, logits_, next_hidden_;
 };
 
 }  // namespace tide

@@ -125,9 +125,9 @@ void NetworkRun::run(std::vector<Part> const& parts, std::int64_t* ids) {
   run_on(names::kInputIds, view(memory_, ids, {1, inputs_.tokens()}));
 }
 
-void NetworkRun::run(std::vector<Part> const& parts, float* states) {
+void NetworkRun::run(std::vector<Part> const& parts, float* entry) {
   prepare(parts);
-  run_on(names::kHiddenStates, view(memory_, states, {1, inputs_.tokens(), hidden_size_}));
+  run_on(names::kHiddenStates, view(memory_, entry, {1, inputs_.tokens(), hidden_size_}));
 }
 
 // Writes the inputs that describe the sequences, and binds memory for the outputs.

@@ -24,7 +24,7 @@ struct Part {
 // The inputs that say which tokens of which sequences a run is over, and its bindings to the pool.
 class SequenceInputs {
  public:
-  // Binds the pages of the layers that are read and written, and the states of these numbers, to the memory of `pool`;
+  // Binds the pages of the layers that are read and written, and these recurrent states, to the memory of `pool`;
   // adapters: those that the network reads, or null.
   SequenceInputs(Ort::IoBinding& binding, Manifest const& manifest, PagePool const& pool,
                  std::vector<std::size_t> const& read, std::vector<std::size_t> const& written,
@@ -51,7 +51,7 @@ class SequenceInputs {
   std::vector<std::int64_t> positions_, starts_, last_tokens_, lengths_;
   std::vector<Page> table_;
   bool const has_states_, has_adapters_;
-  std::vector<std::int64_t> places_;  // of states, and tokens that are settled
+  std::vector<std::int64_t> places_;  // of recurrent states, and tokens that are settled
   std::vector<std::int64_t> adapters_;
   std::size_t bound_ = 0, width_ = 0;               // sequences and pages of each that are bound
   std::int64_t bound_tokens_ = 0, bound_logits_ = 0;
@@ -67,7 +67,7 @@ class NetworkRun {
   // Runs some sequences over token ids [N] or hidden states [N, D] of all of them, one sequence after the other. Throws
   // GenerationError: ONNX Runtime failed.
   void run(std::vector<Part> const& parts, std::int64_t* ids);
-  void run(std::vector<Part> const& parts, float* states);
+  void run(std::vector<Part> const& parts, float* entry);
 
   // The last run's outputs. Where a threshold is above 1 the exit state is not computed, and the
   // score NaN.
@@ -84,7 +84,7 @@ class NetworkRun {
 
   Ort::Session& session_;
   std::string const name_;
-  bool const has_next_;  // gives the states of the next segment
+  bool const has_next_;  // gives the hidden states of the next segment
   std::int64_t const hidden_size_, exit_size_, draft_size_;  // the last is 0: it gives none
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::RunOptions const run_options_;

@@ -27,7 +27,7 @@ void Job::begin(Sequence& sequence, std::shared_ptr<Audit> const& audit, DraftsI
   sequence.candidates = scores_ ? 0 : decoder_->candidates();
   sequence.states = request_->states && request_->mode == Mode::full;
   sequence.exit_state = request_->states && request_->mode == Mode::exit;
-  sequence.draft_states = decoder_->reads_states();
+  sequence.draft_states = decoder_->reads_hidden();
   sequence_ = &sequence;
 }
 
@@ -69,7 +69,7 @@ StepRequest const* Job::next_step(std::int64_t limit, bool full) {
 
 bool Job::take(StepResult const& result, double seconds) {
   if (!read_) {
-    decoder_->read_states(result, sequence_->exit_state);
+    decoder_->read_hidden(result, sequence_->exit_state);
     seconds_ += seconds;
     read_ = true;
   }

@@ -1,4 +1,4 @@
-// Holds one request of a scheduler: its decoder, its tokens so far, and its state.
+// Holds one request of a scheduler: its decoder, its tokens so far, and where it stands.
 #pragma once
 
 #include <atomic>
@@ -120,7 +120,7 @@ class Job {
   bool reads_prompt_ = true;
   // What `take` goes on with, where it threw.
   bool begun_ = true;                        // whether the decoder has begun the next block
-  bool read_ = false;                        // whether the states of the result are read
+  bool read_ = false;                        // whether the hidden states of the result are read
   std::optional<std::vector<Token>> block_;  // that is chosen, and is not yet part of the generation
 
   mutable std::mutex mutex_;  // of all that follows

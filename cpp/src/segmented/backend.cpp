@@ -36,7 +36,7 @@ SegmentBackend::SegmentBackend(Bundle bundle, std::string provider, std::vector<
   specs_.pop_back();
   drafts_info_ = drafts_info(*manifest().drafter);
   if (manifest().drafter->state_size == manifest().networks->exit_size) return;
-  throw BundleError("bundle '" + this->bundle().path.string() + "' gives states of " +
+  throw BundleError("bundle '" + this->bundle().path.string() + "' gives hidden states of " +
                     std::to_string(manifest().networks->exit_size) + " numbers, not of the " +
                     std::to_string(manifest().drafter->state_size) + " that the drafter reads: export it again");
 }

@@ -66,7 +66,7 @@ class SegmentBuffers {
   DeviceStep& device_step();
 
   // Zeroes what a sequence wrote in a slot, for the next one. Attention multiplies masked K/V by zero, and zero times NaN
-  // is NaN: a sequence whose states overflowed must leave nothing behind. Throws GenerationError: the device has failed.
+  // is NaN: a sequence whose hidden states overflowed must leave nothing behind. Throws GenerationError: the device has failed.
   void clear(std::size_t slot);
 
   // Runs segment k over all tokens pending before it in some slots, in as many runs as it takes.
@@ -104,7 +104,7 @@ class SegmentBuffers {
   // See `Head::run`.
   void logits(std::vector<HeadRow>& rows);
 
-  // Queue the copy of states to the host, and append them to their results once something that ran after it is read.
+  // Queue the copy of exit states to the host, and append them to their results once something that ran after it is read.
   void queue_states(std::vector<StateRows> rows);
   void take_states();
 

@@ -10,7 +10,7 @@
 namespace tide {
 namespace {
 
-std::map<std::string, std::string> const kStateTypes = {{"fp32", "float32"}, {"fp16", "float16"}, {"bf16", "bfloat16"}};
+std::map<std::string, std::string> const kHiddenTypes = {{"fp32", "float32"}, {"fp16", "float16"}, {"bf16", "bfloat16"}};
 
 constexpr char const *kPast = "past_key_values.", *kPresent = "present.";
 
@@ -27,12 +27,12 @@ std::string shown(Tensor const& tensor) {
 }
 
 Tensor embedding_input(NetworksInfo const& info) {
-  return {names::kEmbedding, true, kStateTypes.at(info.weights), {info.embedding->rows, info.embedding->width}};
+  return {names::kEmbedding, true, kHiddenTypes.at(info.weights), {info.embedding->rows, info.embedding->width}};
 }
 
 NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t first_layer, std::size_t end_layer) {
   NetworksInfo const& info = *manifest.networks;
-  std::string const& state = kStateTypes.at(info.weights);
+  std::string const& dtype = kHiddenTypes.at(info.weights);
   std::vector<std::int64_t> const pending = {kSequences, 1, info.state_rows, manifest.model.hidden_size};
   std::vector<std::int64_t> const exits = {kSequences, 1, info.state_rows, info.exit_size};
   bool const last = k == manifest.checkpoints.size();
@@ -45,25 +45,25 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
   };
   if (k == 0) input(names::kInputIds, "int64", {kSequences, kTokens});
   if (k == 0 && info.embedding) inputs.push_back(embedding_input(info));
-  if (k > 0) input(names::kPendingStates, state, pending);
+  if (k > 0) input(names::kPendingStates, dtype, pending);
   input(names::kTokenIndices, "int64", {kTokens});
   input(names::kPastLengths, "int64", {kSequences});
-  input(names::kExitStates, state, exits);
-  output(names::kNewExitStates, state, exits);
+  input(names::kExitStates, dtype, exits);
+  output(names::kNewExitStates, dtype, exits);
   if (!last) {
     for (char const* name : {names::kLastTokens, names::kPendingLengths}) input(name, "int64", {kSequences});
     input(names::kThresholds, "float32", {kSequences});
-    input(names::kNextPendingStates, state, pending);
-    output(names::kNewPending, state, pending);
+    input(names::kNextPendingStates, dtype, pending);
+    output(names::kNewPending, dtype, pending);
     output(names::kRouterScore, "float32", {kSequences});
     output(names::kExitFlag, "int32", {kSequences});
   }
   for (std::size_t const layer : manifest.model.kv_read(first_layer, end_layer - first_layer)) {
     auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
     for (char const* kind : names::kKinds) {
-      input(names::past(layer, kind), state, {kSequences, heads, info.capacity, head_dim});
+      input(names::past(layer, kind), dtype, {kSequences, heads, info.capacity, head_dim});
       if (manifest.model.layer_of(layer) < first_layer) continue;  // an earlier segment's
-      output(names::present(layer, kind), state, {kSequences, heads, info.capacity, head_dim});
+      output(names::present(layer, kind), dtype, {kSequences, heads, info.capacity, head_dim});
     }
   }
   inputs.insert(inputs.end(), outputs.begin(), outputs.end());
@@ -72,22 +72,22 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
 
 NetworkSpec drafter_spec(Manifest const& manifest) {
   DrafterInfo const& drafter = *manifest.drafter;
-  std::string const& state = kStateTypes.at(manifest.networks->weights);
+  std::string const& dtype = kHiddenTypes.at(manifest.networks->weights);
   std::int64_t const width = drafter.state_size;
   std::int64_t tokens = 0;
   for (auto const& [first, last] : ranges_of(drafter.tokens)) tokens += last - first + 1;
   NetworkSpec spec{names::kDrafter,
                    {{names::kInputIds, true, "int64", {kSequences, kTokens}},
-                    {names::kHiddenStates, true, state, {kSequences, kTokens, width}},
+                    {names::kHiddenStates, true, dtype, {kSequences, kTokens, width}},
                     {names::kTokenIndices, true, "int64", {kTokens}},
                     {names::kPastLengths, true, "int64", {kSequences}},
                     {names::kLastTokens, true, "int64", {kSequences}}}};
   if (manifest.networks->embedding) spec.tensors.push_back(embedding_input(*manifest.networks));
   std::vector<std::int64_t> const kv = {kSequences, drafter.kv_shape.heads, drafter.max_tokens, drafter.kv_shape.head_dim};
-  for (char const* kind : names::kKinds) spec.tensors.push_back({names::past(0, kind), true, state, kv});
+  for (char const* kind : names::kKinds) spec.tensors.push_back({names::past(0, kind), true, dtype, kv});
   spec.tensors.push_back({names::kLogits, false, "float32", {kSequences, 1, tokens}});
-  spec.tensors.push_back({names::kNewHiddenStates, false, state, {kSequences, 1, width}});
-  for (char const* kind : names::kKinds) spec.tensors.push_back({names::present(0, kind), false, state, kv});
+  spec.tensors.push_back({names::kNewHiddenStates, false, dtype, {kSequences, 1, width}});
+  for (char const* kind : names::kKinds) spec.tensors.push_back({names::present(0, kind), false, dtype, kv});
   return spec;
 }
 

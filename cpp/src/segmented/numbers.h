@@ -1,4 +1,4 @@
-// Converts the numbers of states between a network's type and the host's float32.
+// Converts the numbers of hidden states between a network's type and the host's float32.
 #pragma once
 
 #include <cstddef>

@@ -26,16 +26,16 @@ DraftBuffers::DraftBuffers(NetworkSpec const& spec, DeviceNetworks device_networ
       written_(slots),
       embedding_(std::move(device_networks.embedding)),
       logits_(slots * info.tokens.size()),
-      states_(slots * info.width) {
+      hidden_(slots * info.width) {
   sizes_.capacity = info.max_rows;
   sizes_.max_tokens = std::min(sizes.max_tokens, info.max_rows);
   sizes_.max_slot_tokens = std::min(sizes.max_slot_tokens, info.max_rows);
   auto const count = static_cast<std::int64_t>(slots);
   std::int64_t const most = std::max(sizes_.max_tokens, count * sizes_.max_slot_tokens);
-  Tensor const& states = spec[names::kHiddenStates];
+  Tensor const& hidden = spec[names::kHiddenStates];
   indices_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{size_of(sizes_.max_tokens)});
   inputs_ = std::make_unique<Block>(
-      *device_, std::vector<std::size_t>{size_of(count), size_of(count), size_of(most), states.size(most)});
+      *device_, std::vector<std::size_t>{size_of(count), size_of(count), size_of(most), hidden.size(most)});
   outputs_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{spec[names::kLogits].size(1, count),
                                                                         spec[names::kNewHiddenStates].size(1, count)});
   for (std::size_t i = 0; i < spec.tensors.size(); ++i) {
@@ -96,7 +96,7 @@ std::vector<DraftResult> DraftBuffers::run(std::vector<SlotDraft> const& drafts)
   }
   std::vector<DraftResult> results;
   for (SlotDraft const& draft : drafts) {
-    results.push_back({&logits_[draft.slot * info_.tokens.size()], &states_[draft.slot * info_.width]});
+    results.push_back({&logits_[draft.slot * info_.tokens.size()], &hidden_[draft.slot * info_.width]});
   }
   return results;
 }
@@ -108,9 +108,9 @@ void DraftBuffers::run(Run const& run, std::vector<SlotDraft const*> const& by_s
   auto* const lengths = inputs_->host<std::int64_t>(kLengths);
   auto* const last = inputs_->host<std::int64_t>(kLast);
   auto* const ids = inputs_->host<std::int64_t>(kIds);
-  auto* const states = inputs_->host<std::byte>(kStates);
+  auto* const hidden = inputs_->host<std::byte>(kHidden);
   std::fill_n(ids, count * tokens, 0);
-  std::fill_n(states, count * tokens * width * item, std::byte{0});
+  std::fill_n(hidden, count * tokens * width * item, std::byte{0});
   for (std::size_t slot = run.start(); slot < run.stop(); ++slot) {
     lengths[slot - run.start()] = lengths_[slot];
     last[slot - run.start()] = 0;
@@ -122,7 +122,7 @@ void DraftBuffers::run(Run const& run, std::vector<SlotDraft const*> const& by_s
     std::size_t const added = std::min({rows.ids.size() - first, tokens, static_cast<std::size_t>(sizes_.max_tokens)});
     last[number] = static_cast<std::int64_t>(added) - 1;
     std::copy_n(rows.ids.begin() + done[slot], added, ids + number * tokens);
-    narrow(dtype_, &rows.states[first * width], added * width, states + number * tokens * width * item);
+    narrow(dtype_, &rows.hidden[first * width], added * width, hidden + number * tokens * width * item);
   }
   std::vector<std::byte*> addresses;
   std::size_t kv = 0;
@@ -130,13 +130,13 @@ void DraftBuffers::run(Run const& run, std::vector<SlotDraft const*> const& by_s
     Tensor const& tensor = spec_.tensors[i];
     std::byte* address = nullptr;
     if (tensor.name == names::kInputIds) address = inputs_->address(kIds);
-    if (tensor.name == names::kHiddenStates) address = inputs_->address(kStates);
+    if (tensor.name == names::kHiddenStates) address = inputs_->address(kHidden);
     if (tensor.name == names::kTokenIndices) address = indices_->address(0);
     if (tensor.name == names::kPastLengths) address = inputs_->address(kLengths);
     if (tensor.name == names::kLastTokens) address = inputs_->address(kLast);
     if (tensor.name == names::kEmbedding) address = embedding_.address;
     if (tensor.name == names::kLogits) address = outputs_->address(kLogits);
-    if (tensor.name == names::kNewHiddenStates) address = outputs_->address(kNewStates);
+    if (tensor.name == names::kNewHiddenStates) address = outputs_->address(kNewHidden);
     if (spec_.is_kv_input(i)) address = kv_[kv++].address + run.start() * tensor.size();
     if (spec_.alias(i) != i) address = addresses[spec_.alias(i)];
     addresses.push_back(address);
@@ -144,15 +144,15 @@ void DraftBuffers::run(Run const& run, std::vector<SlotDraft const*> const& by_s
   auto const batch_size = static_cast<std::int64_t>(count);
   std::size_t const vocabulary = info_.tokens.size();
   device_->launch({0, 0, static_cast<std::int64_t>(run.start()), batch_size, run.tokens}, [&] {
-    inputs_->upload(kStates, count * tokens * width * item);
+    inputs_->upload(kHidden, count * tokens * width * item);
     networks_[0]->run(addresses, run.tokens, batch_size);
-    outputs_->download(kNewStates, count * width * item);
+    outputs_->download(kNewHidden, count * width * item);
   });
   device_->synchronize();
   for (std::size_t const slot : run.active) {
     std::size_t const number = slot - run.start();
     std::copy_n(outputs_->host<float>(kLogits) + number * vocabulary, vocabulary, &logits_[slot * vocabulary]);
-    widen(dtype_, outputs_->host<std::byte>(kNewStates) + number * width * item, width, &states_[slot * width]);
+    widen(dtype_, outputs_->host<std::byte>(kNewHidden) + number * width * item, width, &hidden_[slot * width]);
   }
 }
 

@@ -1,5 +1,5 @@
-// Runs the drafter's network on the same kind of device as the segments: its K/V stay there, tokens and states go in, logits
-// and the next states come back.
+// Runs the drafter's network on the same kind of device as the segments: its K/V stay there, tokens and hidden states go in,
+// logits and the next hidden states come back.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ class DraftBuffers {
   std::vector<DraftResult> run(std::vector<SlotDraft> const& drafts);
 
  private:
-  enum Input : std::size_t { kLengths, kLast, kIds, kStates };  // parts of the small inputs
-  enum Output : std::size_t { kLogits, kNewStates };            // and of the small outputs
+  enum Input : std::size_t { kLengths, kLast, kIds, kHidden };  // parts of the small inputs
+  enum Output : std::size_t { kLogits, kNewHidden };            // and of the small outputs
 
   // Zeroes what was written in a slot, and removes its rows: zero times NaN would be NaN.
   void clear(std::size_t slot);
@@ -46,12 +46,12 @@ class DraftBuffers {
   NetworksInfo sizes_;  // with the capacity of the drafter's K/V
   std::unique_ptr<Device> const device_;
   std::vector<std::unique_ptr<Network>> const networks_;  // one
-  std::string const dtype_;                               // of states
+  std::string const dtype_;                               // of hidden states
   std::vector<std::int64_t> lengths_, written_;           // rows of each slot, and rows whose K/V may not be zero
   std::unique_ptr<Block> indices_, inputs_, outputs_;
   Buffer const embedding_;
   std::vector<Buffer> kv_;                 // as the specification lists them
-  std::vector<float> logits_, states_;     // of the last rows, by slot
+  std::vector<float> logits_, hidden_;     // of the last rows, by slot
 };
 
 // Drafts on these buffers, which the backend gets back.
