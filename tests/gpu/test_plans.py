@@ -44,7 +44,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_every_engine_equals_onnx_runtime(engines: Bundle) -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "checks" / "engines.py"))
+    tool = runpy.run_path(str(ROOT / "tools" / "checks" / "plans.py"))
     assert tool["main"](str(engines.path)) == 0
 
 

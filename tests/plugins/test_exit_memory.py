@@ -1,4 +1,4 @@
-"""The shared memory that `engines.exit_memory` says the kernel needs is what the kernel asks for.
+"""The shared memory that `plans.exit_memory` says the kernel needs is what the kernel asks for.
 
 The kernel's own launch, as nvcc compiled it for the library, runs on a CUDA runtime that starts nothing
 (described_gpu.cpp): it is told what GPU it is, refuses what that would refuse and keeps what is launched.

@@ -130,7 +130,7 @@ def test_no_kernel_spills_and_the_page_lists_its_registers(architecture: int, re
     for one in of_it:
         assert (one.stack, one.stores, one.loads) == (0, 0, 0), one
         assert one.registers <= MAX_REGISTERS, one
-        assert one.shared == 0, f"{one}: engines.exit_memory counts none"
+        assert one.shared == 0, f"{one}: plans.exit_memory counts none"
     page, version = PAGE.read_text(), nvcc_version()
     if f"nvcc {version}:" not in page:
         pytest.skip(f"the page is of another nvcc than {version}")
