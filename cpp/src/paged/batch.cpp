@@ -100,9 +100,9 @@ float* PagedBatch::gather(std::size_t k, Steps const& scheduled, bool all_of_pre
   input_.clear();
   for (Running* const one : scheduled) {
     std::vector<float> const& pending = one->paged().pending[k];
-    float const* const states = new_states(k - 1, *one);
+    float const* const hidden = new_hidden(k - 1, *one);
     input_.insert(input_.end(), pending.begin(), pending.end());
-    input_.insert(input_.end(), states, states + floats(one->count));
+    input_.insert(input_.end(), hidden, hidden + floats(one->count));
     one->count += static_cast<std::int64_t>(pending.size() / hidden_size_);
   }
   return input_.data();
@@ -113,23 +113,23 @@ float* PagedBatch::gather(std::size_t k, Steps const& scheduled, bool all_of_pre
 void PagedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<Part> const& parts) {
   NetworkRun const& segment = *segments_[k];
   bool const deepest = k + 1 == segments_.size();
-  float const* states = segment.exit_states.data();
+  float const* exit = segment.exit_states.data();
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
     Running& one = *scheduled[i];
-    float const* const end = states + static_cast<std::size_t>(parts[i].logits) * networks_.exit_size();
+    float const* const end = exit + static_cast<std::size_t>(parts[i].logits) * networks_.exit_size();
     bool const exits = deepest ? !one.exit || one.request->verifies : segment.scores[i] > one.threshold;
     if (exits) {
       one.exit = k;
       one.exit_states.assign(end - one.logits * networks_.exit_size(), end);
     }
     if (!deepest && !one.scores.empty()) one.scores[k] = segment.scores[i];
-    if (!deepest && one.exit) one.states.assign(new_states(k, one), new_states(k, one) + floats(one.count));
-    if (deepest && reads_all(*one.sequence)) one.final_states.assign(states, end);
+    if (!deepest && one.exit) one.hidden.assign(new_hidden(k, one), new_hidden(k, one) + floats(one.count));
+    if (deepest && reads_all(*one.sequence)) one.final_states.assign(exit, end);
     if (deepest && one.sequence->draft_states && !segment.draft_states.empty()) {
       float const* const first = segment.draft_states.data() + one.start * final_size_;
       one.final_states.assign(first, first + static_cast<std::size_t>(one.count) * final_size_);
     }
-    states = end;
+    exit = end;
   }
 }
 
@@ -173,14 +173,14 @@ std::vector<StepResult> PagedBatch::results(std::vector<Running>& all) {
   return step_results;
 }
 
-// Updates the sequences' lengths and pending states; copies first, so that an exception leaves all as before.
+// Updates the sequences' lengths and pending hidden states; copies first, so that an exception leaves all as before.
 void PagedBatch::commit(std::vector<Running>& all) {
   for (Running& one : all) {
     if (one.segments_run == segments_.size()) continue;
     std::vector<float> const& pending = one.paged().pending[one.segments_run];
-    one.states.insert(one.states.begin(), pending.begin(), pending.end());
+    one.hidden.insert(one.hidden.begin(), pending.begin(), pending.end());
   }
-  for (Running& one : all) one.paged().ran(one.segments_run, one.total, std::move(one.states));
+  for (Running& one : all) one.paged().ran(one.segments_run, one.total, std::move(one.hidden));
 }
 
 }  // namespace tide

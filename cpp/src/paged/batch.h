@@ -40,7 +40,7 @@ class PagedBatch final : public Batch {
     std::vector<float> exit_states{};    // [logits, D'], the head's input
     std::vector<float> final_states{};   // [n, D'] or [n, H], of all tokens of the last segment, where they are asked for
     std::vector<float> scores{};         // by checkpoint, the router's, where they are asked for
-    std::vector<float> states{};         // [n, D], after the last segment that ran, unless it was the model's last
+    std::vector<float> hidden{};         // [n, D], after the last segment that ran, unless it was the model's last
 
     PagedSequence& paged() const { return static_cast<PagedSequence&>(*sequence); }
   };
@@ -60,7 +60,7 @@ class PagedBatch final : public Batch {
   }
 
   // A sequence's new hidden states [count, D] in segment k's last run.
-  float const* new_states(std::size_t k, Running const& one) const {
+  float const* new_hidden(std::size_t k, Running const& one) const {
     return segments_[k]->hidden.data() + one.start * hidden_size_;
   }
   std::size_t floats(std::int64_t tokens) const { return static_cast<std::size_t>(tokens) * hidden_size_; }
@@ -70,7 +70,7 @@ class PagedBatch final : public Batch {
   PagePool& pool_;
   double const compaction_threshold_;
   std::vector<std::int64_t> const depths_;
-  std::size_t const hidden_size_, final_size_;  // of states between segments, and of those that the drafter reads
+  std::size_t const hidden_size_, final_size_;  // of hidden states between segments, and of those that the drafter reads
   std::vector<std::unique_ptr<NetworkRun>> segments_;
   std::vector<std::unique_ptr<PagedSequence>> sequences_;   // by slot
   std::vector<std::size_t> free_;                           // slots; the next is the last

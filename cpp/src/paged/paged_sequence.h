@@ -1,4 +1,4 @@
-// Holds one sequence: its page table, slot for recurrent states, pending states before each segment, and lengths.
+// Holds one sequence: its page table, slot for recurrent states, pending hidden states before each segment, and lengths.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class PagedSequence final : public Sequence {
 
   std::vector<float> final_states;    // [n, D'] or [n, H], of the last step, where `states` or `draft_states` ask for them
   std::vector<float> router_scores;   // of the last step, where `scores` asks for them
-  std::vector<std::vector<float>> pending;  // states [n, D] before each segment; none before the first
+  std::vector<std::vector<float>> pending;  // hidden states [n, D] before each segment; none before the first
   // A prefix cache has the recurrent states after so many tokens, and waits for those after the next page; kNoLimit: none does.
   std::int64_t kept = kNoLimit;
 
@@ -35,7 +35,7 @@ class PagedSequence final : public Sequence {
   // sequence is then as before.
   std::int64_t reserve(std::size_t count);
 
-  // Ends a step: segments 0 .. segments_run - 1 ran and the sequence has `total` tokens. new_pending: states before the
+  // Ends a step: segments 0 .. segments_run - 1 ran and the sequence has `total` tokens. new_pending: hidden states before the
   // first segment that did not run.
   void ran(std::size_t segments_run, std::int64_t total, std::vector<float> new_pending) noexcept;
 

@@ -12,7 +12,7 @@ namespace {
 static_assert(kNever == static_cast<float>(kNeverExit));
 
 // How many tokens may be pending before each segment: all of them must fit a run with the next token, and a buffer with
-// the states of a run.
+// the hidden states of a run.
 std::int64_t max_pending(NetworksInfo const& info, std::size_t segments) {
   auto const checkpoints = static_cast<std::int64_t>(std::max<std::size_t>(segments, 2) - 1);
   return std::min((info.max_tokens - 1) / checkpoints, info.state_rows - info.max_tokens);
@@ -37,7 +37,7 @@ SegmentedBatch::SegmentedBatch(SegmentBackend& backend, std::unique_ptr<SegmentB
       slots_(slots),
       lengths_(depths_.size(), std::vector<std::int64_t>(buffers_->slots())),
       results_(buffers_->slots()),
-      states_(buffers_->slots()),
+      final_states_(buffers_->slots()),
       exit_states_(buffers_->slots()),
       scores_(depths_.size() - 1) {}
 
@@ -88,7 +88,7 @@ std::vector<SegmentedBatch::Running> SegmentedBatch::begin(std::vector<SlotReque
     all.push_back({{&request, &sequence, total}, total - request.request.logits_to_keep, ids.data()});
     results_[request.slot].logits.clear();
     results_[request.slot].candidates.clear();
-    states_[request.slot].clear();
+    final_states_[request.slot].clear();
     exit_states_[request.slot].clear();
   }
   for (std::size_t k = 0; k < lengths_.size(); ++k) {
@@ -108,10 +108,10 @@ void SegmentedBatch::run_first_parts(Running& one) {
     one.total = one.start + max_tokens;
     one.ids = one.request->request.ids.data() + (lengths_[0][one.slot()] - one.sequence->lengths[0]);
     for (std::size_t k = 0; k < lengths_.size(); ++k) run(k, {&one}, false);
-    if (reads_all(*one.sequence)) buffers_->queue_states({final_states(one)});
+    if (reads_all(*one.sequence)) buffers_->queue_exit_states({final_states(one)});
     buffers_->wait();
-    buffers_->take_states();
-    // The next part's states take the place of those that were pending, which are not any more if it fails.
+    buffers_->take_exit_states();
+    // The next part's hidden states take the place of those that were pending, which are not any more if it fails.
     std::fill(one.sequence->lengths.begin(), one.sequence->lengths.end(), one.sequence->lengths[0]);
     std::int64_t const kept = std::max(one.first, one.start);
     if (kept < one.total) {
@@ -141,15 +141,15 @@ bool SegmentedBatch::run_on_device(std::vector<Running>& all, bool scores) {
     add_final_rows(one);
   }
   if (!step.queue(slots, lengths_, compaction_threshold_, scores, rows_)) return false;
-  queue_states(all, 0);
+  queue_exit_states(all, 0);
   step.finish(rows_);
   for (Running& one : all) {
     one.segments_run = step.segments_run(one.slot());
     one.exit = step.exit(one.slot()).value_or(depths_.size() - 1);
   }
-  buffers_->take_states();
+  buffers_->take_exit_states();
   for (Running const& one : all) {
-    if (one.segments_run < depths_.size()) states_[one.slot()].clear();
+    if (one.segments_run < depths_.size()) final_states_[one.slot()].clear();
   }
   return true;
 }
@@ -183,19 +183,19 @@ void SegmentedBatch::run_head(std::vector<Running>& all) {
     results_[one.slot()].candidates.clear();
     add_rows(one, names::kExitRow, 1);
   }
-  queue_states(all, depths_.size());
+  queue_exit_states(all, depths_.size());
   buffers_->logits(rows_);
-  buffers_->take_states();
+  buffers_->take_exit_states();
 }
 
 // Queues the copy of the final states of sequences that at least so many segments ran over, if they are asked for.
-void SegmentedBatch::queue_states(std::vector<Running> const& all, std::size_t least) {
-  std::vector<StateRows> states;
+void SegmentedBatch::queue_exit_states(std::vector<Running> const& all, std::size_t least) {
+  std::vector<ExitStateRows> rows;
   for (Running const& one : all) {
-    if (reads_all(*one.sequence) && one.segments_run >= least) states.push_back(final_states(one));
-    if (one.sequence->exit_state) states.push_back(exit_state(one));
+    if (reads_all(*one.sequence) && one.segments_run >= least) rows.push_back(final_states(one));
+    if (one.sequence->exit_state) rows.push_back(exit_state(one));
   }
-  buffers_->queue_states(std::move(states));
+  buffers_->queue_exit_states(std::move(rows));
 }
 
 // Adds the rows of a sequence that has run through all segments.
@@ -204,13 +204,13 @@ void SegmentedBatch::add_final_rows(Running const& one) {
   add_rows(one, names::kFinalRow + kept - one.start, one.total - kept);
 }
 
-// The states of the tokens that the last segment ran over.
-StateRows SegmentedBatch::final_states(Running const& one) {
-  return {one.slot(), names::kFinalRow, one.total - one.start, &states_[one.slot()]};
+// The final states of the tokens that the last segment ran over.
+ExitStateRows SegmentedBatch::final_states(Running const& one) {
+  return {one.slot(), names::kFinalRow, one.total - one.start, &final_states_[one.slot()]};
 }
 
 // What the head reads of its last token, whose exit is known.
-StateRows SegmentedBatch::exit_state(Running const& one) {
+ExitStateRows SegmentedBatch::exit_state(Running const& one) {
   bool const exited = *one.exit + 1 < depths_.size();
   return {one.slot(), exited ? names::kExitRow : names::kFinalRow + one.total - 1 - one.start, 1, &exit_states_[one.slot()]};
 }
@@ -241,9 +241,9 @@ StepResult SegmentedBatch::result(Running const& one) const {
   if (!found.candidates.empty()) result.candidates = found.candidates.data();
   result.state_width = static_cast<std::size_t>(buffers_->info().exit_size);
   if (!exit_states_[one.slot()].empty()) result.exit_state = exit_states_[one.slot()].data();
-  if (!states_[one.slot()].empty()) {
-    result.states = states_[one.slot()].data();
-    result.state_rows = states_[one.slot()].size() / result.state_width;
+  if (!final_states_[one.slot()].empty()) {
+    result.states = final_states_[one.slot()].data();
+    result.state_rows = final_states_[one.slot()].size() / result.state_width;
   }
   result.exit_layer = depths_[*one.exit];
   result.segments_run = static_cast<std::int64_t>(one.segments_run);

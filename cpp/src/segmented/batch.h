@@ -47,9 +47,9 @@ class SegmentedBatch final : public Batch {
   void add_rows(Running const& one, std::int64_t first_row, std::int64_t count);
   void add_final_rows(Running const& one);
   void run_head(std::vector<Running>& all);
-  void queue_states(std::vector<Running> const& all, std::size_t least);
-  StateRows final_states(Running const& one);
-  StateRows exit_state(Running const& one);
+  void queue_exit_states(std::vector<Running> const& all, std::size_t least);
+  ExitStateRows final_states(Running const& one);
+  ExitStateRows exit_state(Running const& one);
   void read_scores(Running const& one, bool on_device);
   StepResult result(Running const& one) const;
 
@@ -62,7 +62,7 @@ class SegmentedBatch final : public Batch {
   std::vector<std::vector<std::int64_t>> lengths_;  // by segment, of every slot, as far as the step has come
   std::vector<HeadRow> rows_;                       // that the head is to run over
   std::vector<PositionLogits> results_;             // by slot
-  std::vector<std::vector<float>> states_;          // by slot, final states of the step so far, where they are asked for
+  std::vector<std::vector<float>> final_states_;    // by slot, final states of the step so far, where they are asked for
   std::vector<std::vector<float>> exit_states_;     // by slot, what the head read of the last token, where it is asked for
   std::vector<float> scores_;
 };

@@ -209,13 +209,13 @@ void SegmentBuffers::logits(std::vector<HeadRow>& rows) {
   nothing_queued();
 }
 
-void SegmentBuffers::queue_states(std::vector<StateRows> rows) {
+void SegmentBuffers::queue_exit_states(std::vector<ExitStateRows> rows) {
   std::size_t const slot = exit_states_.size(), row = slot / static_cast<std::size_t>(info_.state_rows);
   std::size_t size = 0;
-  for (StateRows const& one : rows) size += static_cast<std::size_t>(one.count) * row;
-  if (size > states_.size) states_ = device_->staging(size);
-  std::byte* target = states_.address;
-  for (StateRows const& one : rows) {
+  for (ExitStateRows const& one : rows) size += static_cast<std::size_t>(one.count) * row;
+  if (size > exit_states_host_.size) exit_states_host_ = device_->staging(size);
+  std::byte* target = exit_states_host_.address;
+  for (ExitStateRows const& one : rows) {
     std::size_t const bytes = static_cast<std::size_t>(one.count) * row;
     device_->download(target, exits_.address + one.slot * slot + static_cast<std::size_t>(one.first) * row, bytes);
     target += bytes;
@@ -223,11 +223,11 @@ void SegmentBuffers::queue_states(std::vector<StateRows> rows) {
   queued_ = std::move(rows);
 }
 
-void SegmentBuffers::take_states() {
+void SegmentBuffers::take_exit_states() {
   auto const width = static_cast<std::size_t>(exit_states_.shape.back());
   std::size_t const item = exit_states_.size() / width / static_cast<std::size_t>(info_.state_rows);
-  std::byte const* source = states_.address;
-  for (StateRows const& one : queued_) {
+  std::byte const* source = exit_states_host_.address;
+  for (ExitStateRows const& one : queued_) {
     std::size_t const count = static_cast<std::size_t>(one.count) * width, before = one.results->size();
     one.results->resize(before + count);
     widen(exit_states_.dtype, source, count, one.results->data() + before);

@@ -36,7 +36,7 @@ struct RunRequest {
 };
 
 // Rows of the exit states of a slot.
-struct StateRows {
+struct ExitStateRows {
   std::size_t slot;
   std::int64_t first, count;
   std::vector<float>* results;  // to which they are appended, [count, exit_size]
@@ -66,7 +66,8 @@ class SegmentBuffers {
   DeviceStep& device_step();
 
   // Zeroes what a sequence wrote in a slot, for the next one. Attention multiplies masked K/V by zero, and zero times NaN
-  // is NaN: a sequence whose hidden states overflowed must leave nothing behind. Throws GenerationError: the device has failed.
+  // is NaN: a sequence whose hidden states overflowed must leave nothing behind. Throws GenerationError: the device
+  // has failed.
   void clear(std::size_t slot);
 
   // Runs segment k over all tokens pending before it in some slots, in as many runs as it takes.
@@ -87,7 +88,8 @@ class SegmentBuffers {
   };
 
   // Queues a run of segment k over `tokens` tokens of each of some adjacent slots, whose small inputs are on the device.
-  void run_network(std::size_t k, std::size_t start, SmallAddresses const& small, std::int64_t tokens, std::int64_t slots) const;
+  void run_network(std::size_t k, std::size_t start, SmallAddresses const& small, std::int64_t tokens,
+                   std::int64_t slots) const;
 
   // Notes that the tokens of a slot before `length` may be written.
   void note_written(std::size_t slot, std::int64_t length) { written_[slot] = std::max(written_[slot], length); }
@@ -105,8 +107,8 @@ class SegmentBuffers {
   void logits(std::vector<HeadRow>& rows);
 
   // Queue the copy of exit states to the host, and append them to their results once something that ran after it is read.
-  void queue_states(std::vector<StateRows> rows);
-  void take_states();
+  void queue_exit_states(std::vector<ExitStateRows> rows);
+  void take_exit_states();
 
  private:
   enum Input : std::size_t { kLengths, kLast, kPending, kThreshold, kIds, kNoInput };  // parts of the small inputs
@@ -156,8 +158,8 @@ class SegmentBuffers {
   std::unique_ptr<Block> indices_;
   std::unique_ptr<Head> head_;
   Tensor const exit_states_;
-  Buffer states_;                  // on the host
-  std::vector<StateRows> queued_;  // copied there one after the other
+  Buffer exit_states_host_;        // on the host
+  std::vector<ExitStateRows> queued_;  // copied there one after the other
   std::vector<LastRun> last_run_;  // by slot
   std::unique_ptr<DeviceStep> device_step_;
 };
