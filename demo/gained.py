@@ -19,15 +19,15 @@ def said(bundle: Path, rows: list[dict], picture: Path) -> str:
     full, exits, lossless = row["full", ""], row["exit", "the bundle's"], row["lossless", ""]
     return (
         f"GAINED: {bundle} decodes {exits['speedup']:.2f}x as fast with exits as at full depth, {exits['layers']:.1f} "
-        f"of {full['layers']:.0f} layers per token, and {100 * exits['agreement']:.1f} % of the tokens are full "
-        f"depth's; in lossless mode all of them are, at {lossless['speedup']:.2f}x.\n"
+        f"of {full['layers']:.0f} layers per token, and {100 * exits['changed']:.1f} % changed tokens; "
+        f"lossless mode changes none, at {lossless['speedup']:.2f}x.\n"
         f"Without --mode, {sentence(open_bundle(bundle).manifest.auto)}.\n"
-        f"Picture: {picture} (speed against agreement). What the model gains and why: {bundle / 'report.html'}"
+        f"Picture: {picture} (speed against changed tokens). What the model gains and why: {bundle / 'report.html'}"
     )
 
 
 def draw(rows: list[dict], file: Path) -> None:
-    """Draws speed against agreement, a line per mode."""
+    """Draws speed against changed tokens, a line per mode."""
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.add_subplot()
     labels = {
@@ -37,14 +37,14 @@ def draw(rows: list[dict], file: Path) -> None:
         "full": "full depth",
     }
     for mode, label in labels.items():
-        points = sorted((row["agreement"], row["speedup"], row["setting"]) for row in rows if row["mode"] == mode)
+        points = sorted((row["changed"], row["speedup"], row["setting"]) for row in rows if row["mode"] == mode)
         axes.plot([100 * point[0] for point in points], [point[1] for point in points], "o-", label=label)
-        for agreement, speedup, setting in points:
-            axes.annotate(setting, (100 * agreement, speedup), (4, 4), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="most likely token is full depth's, %", ylabel="decoding speed, full depth is 1")
-    axes.set_title("What demo-llama gains: up is faster, right is closer to the full model", loc="left")
+        for changed, speedup, setting in points:
+            axes.annotate(setting, (100 * changed, speedup), (4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="changed tokens, %", ylabel="decoding speed, full depth is 1")
+    axes.set_title("What demo-llama gains: up is faster, left is closer to the full model", loc="left")
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
+    axes.legend(loc="lower right")
     figure.savefig(file, dpi=110)
 
 

@@ -4,13 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiers
 import torch
 from tiny_configs import small_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tide_export.adaptation import training
+from tide_export.adaptation import flow, training
 from tide_export.adaptation.config import AdaptConfig
 from tide_export.adaptation.flow import adapt
 from tide_export.adaptation.layer_dropout import dropped_layers, skip_rates
@@ -18,8 +19,9 @@ from tide_export.adaptation.losses import Batch, accumulate_gradients, exit_weig
 from tide_export.adaptation.training import learning_rate
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
+from tide_export.common.changed_tokens import changed_tokens
 from tide_export.errors import AdaptError, ConfigError, TideError
-from tide_export.model.source import wrap_model
+from tide_export.model.source import load_model, wrap_model
 from tide_export.pipeline.flow import export
 from tide_export.runtime.engine import load
 
@@ -61,7 +63,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def config(text: str, **options) -> AdaptConfig:
     given = {"tokens": STEPS * 4 * 32, "length": 32, "checkpoints": (1, 2), "held_out_tokens": 128, "save_minutes": 0.0}
-    return AdaptConfig(dataset=text, **{**given, "precision": "fp32", "label_share": 0.0, **options})
+    return AdaptConfig(dataset=text, **{**given, "precision": "fp32", "original_weight": 2.0, **options})
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -94,12 +96,52 @@ def test_early_layers_learn_and_full_depth_stays(demo_model: Path, tmp_path: Pat
     text = str(ROOT / "calibration" / "text" / "python-stdlib.jsonl")
     steps, length, measured, gains = tiers.sized((15, 32, 256, (0.0, 0.1)), (25, 64, 512, (0.03, 0.03)))
     given = {"tokens": steps * 4 * length, "length": length, "held_out_tokens": measured}
-    report = adapt(str(demo_model), tmp_path / "out", config(text, **given, full_weight=2.0, save_minutes=5.0))
+    report = adapt(str(demo_model), tmp_path / "out", config(text, **given, save_minutes=5.0))
     assert report is not None
-    for before, after, gain in zip(report.before.agreement, report.after.agreement, gains, strict=False):
-        assert after > before + gain
-    assert report.same_tokens > 0.75
+    for before, after, gain in zip(report.before.changed, report.after.changed, gains, strict=False):
+        assert after < before - gain
+    assert report.greedy_change.changed < 0.25
     assert report.after.perplexity < 1.2 * report.before.perplexity
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_what_full_depth_changed_is_measured_against_the_original(
+    model: Path, text: str, tmp_path: Path, lora_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    measure = flow.measure_change
+    monkeypatch.setattr(flow, "measure_change", lambda *given: measured.append(given[2]) or measure(*given))
+    settings = config(text, lora_rank=lora_rank, tokens=2 * 4 * 32)
+    report = adapt(str(model), tmp_path / "out", settings)
+    assert report is not None
+    original, adapted = (load_model(str(folder)) for folder in (model, tmp_path / "out"))
+    expected: dict[float, list[float]] = {0.8: [], 0.0: []}
+    for batch in measured[0]:
+        for ids, length in zip(batch.ids, batch.lengths.tolist(), strict=True):
+            with torch.no_grad():
+                full, now = (source.model(ids[None, :length]).logits[0].numpy() for source in (original, adapted))
+            for temperature, values in expected.items():
+                values += changed_tokens(full, now, temperature).tolist()
+    for made in (report.change, report.greedy_change):
+        assert made.tokens == report.after.tokens == len(expected[made.temperature])
+        assert made.changed == pytest.approx(np.mean(expected[made.temperature]), abs=1e-3)
+    assert 0 < report.change.changed < 1
+    stored = json.loads((tmp_path / "out" / "adapt.json").read_text())
+    assert stored["full_depth_change"]["changed"] == report.change.changed
+    assert stored["full_depth_change_greedy"]["temperature"] == 0
+
+
+def test_the_original_holds_full_depth(demo_model: Path, tmp_path: Path) -> None:
+    """Its divergence is a term of the loss: more of it changes fewer tokens, and less perplexity."""
+    text, changes = str(ROOT / "calibration" / "text" / "python-stdlib.jsonl"), []
+    for weight in (0.0, 4.0):
+        given = {"tokens": 10 * 4 * 32, "held_out_tokens": 256, "label_weight": 1.0, "original_weight": weight}
+        report = adapt(str(demo_model), tmp_path / f"out{weight}", config(text, **given, save_minutes=5.0))
+        assert report is not None
+        changes.append(report.change)
+    free, held = changes
+    assert held.changed < 0.7 * free.changed
+    assert held.perplexity < 0.7 * free.perplexity
 
 
 def test_the_output_is_a_plain_model(trained, model: Path) -> None:
@@ -118,7 +160,8 @@ def test_the_output_is_a_plain_model(trained, model: Path) -> None:
         (output / "config.json").stat().st_mode & 0o777
     }
     assert [entry.name for entry in output.parent.iterdir()] == ["model"]  # the snapshot is gone
-    assert "agrees after 2 layers" in report.render()
+    assert "changed tokens if all exit after 2 layers, greedy" in report.render()
+    assert "full depth against the original, temperature 0.8: change of perplexity" in report.render()
 
 
 def test_measured_on_text_of_its_own(model: Path, text: str, tmp_path: Path) -> None:
@@ -210,7 +253,7 @@ def test_the_gradient_is_that_of_the_loss_as_a_whole(model: Path) -> None:
     with torch.no_grad():
         for weight in source.model.parameters():
             weight.mul_(1.1)
-    ids, settings = torch.randint(1, 4096, (2, 9)), AdaptConfig(full_weight=2.0, label_share=0.25)
+    ids, settings = torch.randint(1, 4096, (2, 9)), AdaptConfig(original_weight=1.5, label_weight=0.5)
     lengths = torch.tensor([9, 6])
     chosen = exit_weights((1, 3), LAYERS, settings)
 
@@ -225,8 +268,8 @@ def test_the_gradient_is_that_of_the_loss_as_a_whole(model: Path) -> None:
             expected = log_probabilities(teacher, row, LAYERS)
         full = log_probabilities(source, row, LAYERS)
         following = ids[row, 1 : lengths[row]]
-        loss = loss + 2.0 * 0.25 * torch.nn.functional.nll_loss(full[:-1], following, reduction="sum")
-        loss = loss + 2.0 * 0.75 * torch.nn.functional.kl_div(full, expected, log_target=True, reduction="sum")
+        loss = loss + 0.5 * torch.nn.functional.nll_loss(full[:-1], following, reduction="sum")
+        loss = loss + 1.5 * torch.nn.functional.kl_div(full, expected, log_target=True, reduction="sum")
         for layers, weight in chosen.items():
             loss = loss - weight * (full.detach().exp() * log_probabilities(source, row, layers)).sum()
     (loss / 15).backward()

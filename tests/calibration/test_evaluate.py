@@ -8,6 +8,7 @@ from tide_export.calibration.assessment import Costs, Evaluation
 from tide_export.calibration.collect import collect
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.evaluate import count_costs, evaluate, read_examples
+from tide_export.common.changed_tokens import Change, added_loss, changed_tokens
 from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.verify.oracle import oracle
@@ -25,11 +26,12 @@ def sample(demo, sequences):
     return collect(demo, sequences[:3], [*CHECKPOINTS, 12], TideConfig(), 10_000, "test")
 
 
-@pytest.mark.parametrize("label", ["agreement", "kl", "cosine"])
-def test_against_the_model_itself(demo, sequences, routers, sample, label):
-    config = TideConfig(label=label, kl_bound=0.5, convergence_threshold=0.9)
+@pytest.mark.parametrize(("label", "temperature"), [("unchanged", 0.8), ("kl", 1.2), ("cosine", 0.0)])
+def test_against_the_model_itself(demo, sequences, routers, sample, label, temperature):
+    config = TideConfig(label=label, kl_bound=0.5, convergence_threshold=0.9, temperature=temperature)
     found = evaluate(demo, routers, sample, config)
-    assert (found.num_layers, found.checkpoints) == (12, CHECKPOINTS)
+    assert (found.num_layers, found.checkpoints, found.temperature) == (12, CHECKPOINTS, temperature)
+    assert temperature or (found.changed == ~found.unchanged).all()
     assert found.documents.tolist() == [s.document for s in sequences[:3] for _ in s.ids]
     row = 0
     for sequence in sequences[:3]:
@@ -39,11 +41,6 @@ def test_against_the_model_itself(demo, sequences, routers, sample, label):
             last = demo.run(ids, [12]).raw[12][0]
             full = output.logits[0].log_softmax(-1)
             for position in range(len(sequence.ids)):
-                ends = position == len(sequence.ids) - 1
-                following = None if ends else int(sequence.ids[position + 1])
-                assert np.isnan(found.nll[row]).all() == ends
-                if following is not None:
-                    assert found.nll[row, -1] == pytest.approx(-float(full[position, following]), abs=1e-3)
                 for k, layers in enumerate(CHECKPOINTS):
                     raw = output.hidden_states[layers][0, position]
                     state = demo.model.model.norm(routers.lenses[layers](raw) if routers.lenses else raw)
@@ -52,11 +49,12 @@ def test_against_the_model_itself(demo, sequences, routers, sample, label):
                     same = int(exit_.argmax()) == int(full[position].argmax())
                     cosine = float(torch.cosine_similarity(raw, last[position], dim=0))
                     assert found.scores[row, k] == pytest.approx(float(routers.routers[layers](state)), abs=1e-3)
-                    assert found.agrees[row, k] == same
+                    assert found.unchanged[row, k] == same
                     assert found.kl[row, k] == pytest.approx(kl, abs=1e-3)
-                    assert found.labels[row, k] == {"agreement": same, "kl": kl < 0.5, "cosine": cosine > 0.9}[label]
-                    if following is not None:
-                        assert found.nll[row, k] == pytest.approx(-float(exit_[following]), abs=1e-3)
+                    assert found.labels[row, k] == {"unchanged": same, "kl": kl < 0.5, "cosine": cosine > 0.9}[label]
+                    both = full[position].numpy()[None], exit_.numpy()[None]
+                    assert found.changed[row, k] == pytest.approx(changed_tokens(*both, temperature)[0], abs=2e-3)
+                    assert found.added[row, k] == pytest.approx(added_loss(*both, temperature)[0], abs=2e-3)
                 row += 1
     assert row == len(found.scores)
 
@@ -74,7 +72,7 @@ def test_the_examples_are_read_as_the_oracle_reads(demo, tokenizer, sequences, r
         assert "".join(example.pieces) == tokenizer.decode(ids)
         assert list(example.exit_layers) == judged.exit_layers.tolist()
         assert list(example.predicted) == [tokenizer.decode([token]) for token in said.tolist()]
-        assert list(example.agrees) == (said == full).tolist()
+        assert list(example.unchanged) == (said == full).tolist()
 
 
 # --- what follows from thresholds --------------------------------------------------------------------------------
@@ -83,8 +81,6 @@ def test_the_examples_are_read_as_the_oracle_reads(demo, tokenizer, sequences, r
 def made_up(tokens=300, checkpoints=(2, 5, 7), depth=9, seed=0):
     random = np.random.default_rng(seed)
     shape = (tokens, len(checkpoints))
-    nll = random.gamma(2.0, 1.0, (tokens, len(checkpoints) + 1)).astype(np.float32)
-    nll[::17] = np.nan  # ends of the text
     return Evaluation(
         depth,
         checkpoints,
@@ -92,8 +88,10 @@ def made_up(tokens=300, checkpoints=(2, 5, 7), depth=9, seed=0):
         random.uniform(size=shape) < 0.5,
         random.uniform(size=shape) < 0.7,
         random.gamma(1.0, 1.0, shape).astype(np.float32),
-        nll,
+        random.beta(1.0, 3.0, shape).astype(np.float32),
+        random.normal(0.3, 1.0, shape).astype(np.float32),
         np.arange(tokens) // 10,
+        0.8,
     )
 
 
@@ -104,27 +102,27 @@ def made_up(tokens=300, checkpoints=(2, 5, 7), depth=9, seed=0):
 def test_an_outcome_is_what_a_count_token_by_token_gives(thresholds):
     evaluation = made_up()
     found = evaluation.outcome(thresholds)
-    agree, layers, kl, change, shares = [], [], [], [], np.zeros(3)
+    changed, layers, kl, added, shares = [], [], [], [], np.zeros(3)
     for n in range(len(evaluation.scores)):
         left = next((k for k in range(3) if evaluation.scores[n, k] > np.float32(thresholds[k])), None)
-        agree.append(True if left is None else evaluation.agrees[n, left])
+        changed.append(0.0 if left is None else evaluation.changed[n, left])
+        added.append(0.0 if left is None else evaluation.added[n, left])
         layers.append(9 if left is None else evaluation.checkpoints[left])
         kl.append(0.0 if left is None else evaluation.kl[n, left])
         if left is not None:
             shares[left] += 1
-        if not np.isnan(evaluation.nll[n, -1]):
-            change.append(evaluation.nll[n, -1 if left is None else left] - evaluation.nll[n, -1])
     assert found.thresholds == tuple(thresholds)
-    assert found.agreement == pytest.approx(np.mean(agree))
+    assert (found.change.tokens, found.change.temperature) == (300, 0.8)
+    assert found.change.changed == pytest.approx(np.mean(changed))
     assert found.layers == pytest.approx(np.mean(layers))
     assert found.kl == pytest.approx(np.mean(kl), abs=1e-6)
-    assert found.perplexity_change == pytest.approx(np.exp(np.mean(change)) - 1, abs=1e-5)
+    assert found.change.perplexity == pytest.approx(np.exp(np.mean(added)) - 1, abs=1e-5)
     assert found.exit_shares == pytest.approx(shares / 300)
 
 
 def test_nothing_leaves_and_nothing_changes():
     found = made_up().outcome([MAX_THRESHOLD] * 3)
-    assert (found.agreement, found.layers, found.kl, found.perplexity_change) == (1.0, 9.0, 0.0, 0.0)
+    assert (found.layers, found.kl, found.change) == (9.0, 0.0, Change(300, 0.8, 0.0, 0.0, 0.0, 0.0))
     assert found.exit_shares == (0.0, 0.0, 0.0)
 
 
@@ -134,14 +132,6 @@ def test_a_score_equal_to_the_threshold_stays_as_in_the_graph():
     at = float(np.float32(0.55)) - 1e-9
     expected = (evaluation.scores[:, 0] > np.float32(0.55)).mean()
     assert evaluation.outcome([at, MAX_THRESHOLD, MAX_THRESHOLD]).exit_shares[0] == pytest.approx(expected)
-
-
-def test_perplexity_of_text_that_never_goes_on_is_unknown():
-    import dataclasses
-
-    evaluation = made_up()
-    silent = dataclasses.replace(evaluation, nll=np.full_like(evaluation.nll, np.nan))
-    assert np.isnan(silent.outcome([0.5] * 3).perplexity_change)
 
 
 # --- costs -------------------------------------------------------------------------------------------------------

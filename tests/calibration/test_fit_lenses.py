@@ -12,7 +12,7 @@ from tide_export.calibration import lens_snapshot
 from tide_export.calibration.collect import collect
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_lenses import fit_lenses
-from tide_export.calibration.labels import agreement, divergence, normalize, top1
+from tide_export.calibration.labels import divergence, likeliest, normalize, unchanged
 from tide_export.data.sequences import read_sequences
 from tide_export.errors import CalibrationError
 
@@ -58,7 +58,7 @@ def test_the_report_is_of_what_is_returned(demo, text, fitted):
         report = reports[layers]
         for lens, when in ((None, "before"), (lenses[layers], "after")):
             exits = normalize(demo, validation.raw[layers], lens)
-            share = agreement(demo, exits, top1(demo, full)).float().mean()
+            share = unchanged(demo, exits, likeliest(demo, full)).float().mean()
             assert report[f"kl_{when}"] == pytest.approx(float(divergence(demo, exits, full).mean()), rel=1e-3)
             assert report[f"may_exit_{when}"] == pytest.approx(float(share), abs=2e-3)
         assert not 0.5 < float(validation.raw[layers].square().mean().sqrt()) < 2  # or folding would hardly show

@@ -76,7 +76,7 @@ def test_provenance(made, demo):
     assert len(found["dataset_sha256"]) == 64
     assert (found["documents"], found["sequences"], found["split"]) == (10, 16, "documents")
     assert found["tokens"] == 16 * 64
-    assert (found["label"], found["exit_strategy"]) == ("agreement", "identity")
+    assert (found["label"], found["exit_strategy"]) == ("unchanged", "identity")
     assert TideConfig.from_options(**found["config"]) == config()
     assert set(found["versions"]) == {"tide_export", "torch", "transformers", "datasets"}
     assert found["versions"]["tide_export"] == tide_export.__version__
@@ -109,7 +109,7 @@ def test_the_assessment_is_of_these_routers(calibration, demo):
     assert assessment.evaluation.checkpoints == (3, 9)
     assert assessment.thresholds == (MAX_THRESHOLD, 0.85)  # min_layers is 8
     assert assessment.convergence.layers == tuple(range(1, 13))
-    assert assessment.convergence.agreement[-1] == 1.0
+    assert assessment.convergence.changed[-1] == 0.0
     assert len(assessment.examples) == 1  # one document is tested on
     assert assessment.provenance == calibration.routers.provenance
     for k, record in enumerate(calibration.routers.provenance["report"].values()):

@@ -7,7 +7,7 @@ import torch
 from tide_export.calibration import labels as module
 from tide_export.calibration.collect import Sample
 from tide_export.calibration.config import TideConfig
-from tide_export.calibration.labels import agreement, divergence, may_exit, normalize, top1
+from tide_export.calibration.labels import divergence, likeliest, may_exit, normalize, unchanged
 
 CHECKPOINTS = (3, 6, 9)
 
@@ -26,7 +26,7 @@ def sample(states):
 
 def labels_of(demo, sample, layers, **options):
     """By `may_exit`, for identity exits."""
-    full = top1(demo, normalize(demo, sample.raw[demo.num_layers]))
+    full = likeliest(demo, normalize(demo, sample.raw[demo.num_layers]))
     exits = normalize(demo, sample.raw[layers])
     return may_exit(demo, sample, TideConfig.from_options(**options), layers, exits, full)
 
@@ -39,30 +39,30 @@ def log_probabilities(demo, raw):
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
-def test_agreement_is_the_checkpoints_own_head_against_the_models_logits(demo, states, sample):
+def test_unchanged_is_the_checkpoints_own_head_against_the_models_logits(demo, states, sample):
     full = [int(states.logits[0, t].argmax()) for t in range(states.logits.shape[1])]
     for layers in CHECKPOINTS:
         early = demo.head(demo.normalize(states.raw[layers]))[0]
         expected = [int(early[t].argmax()) == full[t] for t in range(len(full))]
-        assert labels_of(demo, sample, layers, label="agreement").tolist() == expected
+        assert labels_of(demo, sample, layers, label="unchanged").tolist() == expected
         assert 0 < sum(expected) < len(expected)
 
 
-def test_agreement_is_of_the_exit_and_not_of_the_raw_state(demo, sample):
+def test_unchanged_is_of_the_exit_and_not_of_the_raw_state(demo, sample):
     """A lens changes what leaves, and with it the label."""
-    full = top1(demo, normalize(demo, sample.raw[demo.num_layers]))
+    full = likeliest(demo, normalize(demo, sample.raw[demo.num_layers]))
     exits = normalize(demo, sample.raw[demo.num_layers])  # a lens that knows the last layer
     assert may_exit(demo, sample, TideConfig(), 3, exits, full).all()
 
 
-def test_agreement_is_that_of_the_whole_head_whatever_is_asked_first(demo):
+def test_unchanged_is_that_of_the_whole_head_whatever_is_asked_first(demo):
     """A few tokens are above the frequent ones, others below them, and some of these are top-1."""
     generator = torch.Generator().manual_seed(3)
     states = torch.randn(600, demo.normalized_size, generator=generator)
-    tokens = top1(demo, states)
+    tokens = likeliest(demo, states)
     tokens[::3] = tokens[torch.randperm(600, generator=generator)][::3]
-    found = agreement(demo, states, tokens)
-    assert torch.equal(found, module.predict(demo, states).agree(tokens))
+    found = unchanged(demo, states, tokens)
+    assert torch.equal(found, module.predict(demo, states).unchanged(tokens))
     assert 350 < int(found.sum()) < 450
 
 
@@ -71,7 +71,7 @@ def test_a_head_with_a_cap_is_asked_as_a_whole(demo, sample, monkeypatch):
     monkeypatch.setattr(type(demo.structure), "head", lambda _, *given: 3.0 * torch.tanh(plain(*given) / 3.0))
     assert module.head_matrix(demo) is None
     states = normalize(demo, sample.raw[9])
-    assert torch.equal(agreement(demo, states, top1(demo, states)), torch.ones(len(states), dtype=torch.bool))
+    assert torch.equal(unchanged(demo, states, likeliest(demo, states)), torch.ones(len(states), dtype=torch.bool))
 
 
 def test_divergence_is_kl_of_the_full_from_the_exits_distribution(demo, sample):
@@ -88,13 +88,13 @@ def test_divergence_is_kl_of_the_full_from_the_exits_distribution(demo, sample):
         assert 0 < int(labels.sum()) < len(labels)
 
 
-def test_agreement_is_the_same_first_token(demo, sample):
+def test_unchanged_is_the_same_first_token(demo, sample):
     early, full = normalize(demo, sample.raw[6]), normalize(demo, sample.raw[demo.num_layers])
-    said = top1(demo, full)
-    found = agreement(demo, early, said)
-    assert found.tolist() == (top1(demo, early) == said).tolist()
+    said = likeliest(demo, full)
+    found = unchanged(demo, early, said)
+    assert found.tolist() == (likeliest(demo, early) == said).tolist()
     assert 0 < int(found.sum()) < len(found)
-    assert agreement(demo, full, said).all()
+    assert unchanged(demo, full, said).all()
 
 
 def test_divergence_from_itself_is_zero_and_never_below(demo, sample):
@@ -106,9 +106,9 @@ def test_divergence_from_itself_is_zero_and_never_below(demo, sample):
 
 def test_chunks_do_not_matter(demo, sample, monkeypatch):
     early, full = normalize(demo, sample.raw[6]), normalize(demo, sample.raw[12])
-    whole, distance = top1(demo, early), divergence(demo, early, full)
+    whole, distance = likeliest(demo, early), divergence(demo, early, full)
     monkeypatch.setattr(module, "LOGITS_BYTES", 4 * demo.vocab_size * 5)
-    assert top1(demo, early).tolist() == whole.tolist()
+    assert likeliest(demo, early).tolist() == whole.tolist()
     assert torch.allclose(divergence(demo, early, full), distance, atol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_logits_are_bounded_in_memory(demo, states, monkeypatch):
     head = type(demo).head
     monkeypatch.setattr(type(demo), "head", lambda self, states: seen.append(states.shape[1]) or head(self, states))
     monkeypatch.setattr(module, "LOGITS_BYTES", 4 * demo.vocab_size * 5 + 3)
-    top1(demo, demo.normalize(states.raw[6])[0])
+    likeliest(demo, demo.normalize(states.raw[6])[0])
     assert max(seen) == 5
 
 

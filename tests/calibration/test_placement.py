@@ -19,28 +19,28 @@ def settled_after(layers, tokens=400, depth=DEPTH):
     return looked(np.arange(1, depth + 1) >= first[:, None])
 
 
-def looked(agrees):
-    agrees = agrees.copy()
-    agrees[:, -1] = True
-    nothing = np.zeros(agrees.shape, np.float32)
-    return LayerStatistics(agrees, nothing, nothing)
+def looked(unchanged):
+    unchanged = unchanged.copy()
+    unchanged[:, -1] = True
+    nothing = np.zeros(unchanged.shape, np.float32)
+    return LayerStatistics(unchanged, nothing, nothing)
 
 
 def costing(router, lens=0.0):
     return Costs(layer=1.0, head=0.0, router=router, lens=lens)
 
 
-def saved_by(agrees, chosen, router):
+def saved_by(unchanged, chosen, router):
     """Layers saved per token, told token by token: a share RECALL leaves at the first checkpoint behind settling."""
     total = 0.0
-    for row in agrees:
+    for row in unchanged:
         here = 1.0
         for layers in chosen:
             total -= here * router
             if here == 1.0 and row[layers - 1 :].all():
                 total += RECALL * (len(row) - layers)
                 here = 1 - RECALL
-    return total / len(agrees) - len(chosen) * BRANCH_COST * agrees.shape[1]
+    return total / len(unchanged) - len(chosen) * BRANCH_COST * unchanged.shape[1]
 
 
 @pytest.mark.parametrize("min_layers", [0, 1, 5])
@@ -54,11 +54,11 @@ def test_a_model_settled_after_layer_3_leaves_there_first():
     assert choose_checkpoints(settled_after(3), CHEAP, 0) == (3,)
 
 
-def test_agreement_that_is_lost_again_is_luck():
-    agrees = np.zeros((400, DEPTH), bool)
-    agrees[:, 1] = True  # after 2 layers, and not after 3
-    agrees[:, 8:] = True
-    assert min(choose_checkpoints(looked(agrees), CHEAP, 0)) == 9
+def test_a_prediction_that_is_lost_again_is_luck():
+    unchanged = np.zeros((400, DEPTH), bool)
+    unchanged[:, 1] = True  # after 2 layers, and not after 3
+    unchanged[:, 8:] = True
+    assert min(choose_checkpoints(looked(unchanged), CHEAP, 0)) == 9
 
 
 def test_two_kinds_of_tokens_get_two_places():
@@ -89,12 +89,12 @@ def test_each_pays_and_no_other_would(seed):
     router = float(random.uniform(0.0, 0.6))
     chosen = choose_checkpoints(kinds, costing(router), 0)
     assert list(chosen) == sorted(set(chosen))
-    worth = saved_by(kinds.agrees, chosen, router)
+    worth = saved_by(kinds.unchanged, chosen, router)
     assert worth > 0
     for layers in set(range(1, DEPTH)) - set(chosen):
-        assert saved_by(kinds.agrees, sorted([*chosen, layers]), router) <= worth + 1e-9
+        assert saved_by(kinds.unchanged, sorted([*chosen, layers]), router) <= worth + 1e-9
     # The first one taken is the best by itself.
-    alone = {layers: saved_by(kinds.agrees, [layers], router) for layers in range(1, DEPTH)}
+    alone = {layers: saved_by(kinds.unchanged, [layers], router) for layers in range(1, DEPTH)}
     assert max(alone, key=lambda layers: alone[layers]) in chosen
 
 
@@ -110,8 +110,8 @@ def test_looking_gives_the_models_own_states_after_every_layer(demo, sequences):
         logits = [demo.model.lm_head(demo.model.model.norm(state)).log_softmax(-1) for state in states]
     full, order = logits[-1], in_order(found, states, some)
     for layer in range(12):
-        agrees = (logits[layer].argmax(-1) == full.argmax(-1)).numpy()[order]
-        assert (found.agrees[:, layer] == agrees).mean() > 0.99  # a tie may fall either way
+        unchanged = (logits[layer].argmax(-1) == full.argmax(-1)).numpy()[order]
+        assert (found.unchanged[:, layer] == unchanged).mean() > 0.99  # a tie may fall either way
         kl = (full.exp() * (full - logits[layer])).sum(-1).numpy()[order]
         assert np.allclose(found.kl[:, layer], kl, atol=1e-3)
         cosine = torch.cosine_similarity(states[layer], states[-1], dim=-1).numpy()[order]
@@ -119,7 +119,7 @@ def test_looking_gives_the_models_own_states_after_every_layer(demo, sequences):
     told = found.convergence()
     assert told.tokens == 3 * 48
     assert told.layers == tuple(range(1, 13))
-    assert told.agreement[-1] == 1.0
+    assert told.changed[-1] == 0.0
     assert told.kl[5] == pytest.approx(found.kl[:, 5].mean())
     assert told.cosine[0] == pytest.approx(found.cosine[:, 0].mean())
 
@@ -137,4 +137,4 @@ def in_order(found, states, sequences):
 
 
 def test_no_more_tokens_are_looked_at_than_needed(demo, sequences):
-    assert len(measure_layers(demo, sequences, TideConfig(), 50).agrees) == 50
+    assert len(measure_layers(demo, sequences, TideConfig(), 50).unchanged) == 50

@@ -17,7 +17,9 @@ from tide_export.cli.main import main
 from tide_export.cli.options import build_parser
 from tide_export.hub.card import EXIT_COLUMNS
 
-POINT = {"epsilon": 0.02, "thresholds": [0.75, 1.0], "changed": 0.0117, "layers": 2.25, "saved": 0.2, "tokens": 1234}
+POINT = {"epsilon": 0.02, "perplexity_epsilon": 0.02, "thresholds": [0.75, 1.0], "changed": 0.0117, "layers": 2.25}
+POINT |= {"saved": 0.2, "tokens": 1234, "temperature": 0.8, "changed_error": 0.002, "perplexity": 0.0123}
+POINT |= {"perplexity_error": 0.004}
 ROUTER = {"threshold": 0.85, "positive_rate": 0.5, "exit_rate": 0.25, "precision": None, "recall": 0.125, "ece": 0.03}
 CALIBRATION = {"dataset": "my | text", "operating_points": [POINT], "report": {"2": ROUTER, "1": ROUTER}}
 TUNING = {
@@ -77,12 +79,19 @@ def test_the_tables_of_what_is_recorded(hub: Hub, tmp_path: Path) -> None:
     text = card(hub, write(tmp_path / "made", manifest=manifest)).text
     assert tables(text) == [
         [
-            ["tokens that may change", "changed", "layers of 3", "operations saved", "thresholds"],
-            ["2.0 %", "1.2 %", "2.2", "20.0 %", "0.750, off"],
+            [
+                "at most, of both",
+                "changed tokens",
+                "change of perplexity",
+                "layers of 3",
+                "operations saved",
+                "thresholds",
+            ],
+            ["2.0 %", "1.2 % ± 0.2 %", "+1.2 ± 0.4 %", "2.2", "20.0 %", "0.750, off"],
         ],
         [
             ["mode", "speed", "text"],
-            ["exit (auto)", "1.25x", "at most 2.0 % of the tokens change"],
+            ["exit (auto)", "1.25x", "at most 2 % changed tokens"],
             ["lossless", "0.90x", "the full model's tokens"],
         ],
         [
@@ -91,7 +100,7 @@ def test_the_tables_of_what_is_recorded(hub: Hub, tmp_path: Path) -> None:
         ],
     ]
     assert "(1,234 tokens)" in text
-    assert "with probability 0.9 at most 5.0 % of the tokens of such text differ" in text
+    assert "with probability 0.9 at most 5.0 % changed tokens on such text" in text
     assert "over full depth, on a &lt;CPU&gt;;" in text
 
 

@@ -24,7 +24,7 @@ def make(
     Args:
         n: tokens, of about equally long `documents`.
         knowledge: how far the routers tell tokens apart; 0: not at all.
-        shift: log-odds added to every early agreement; -8: early heads never agree.
+        shift: log-odds that an exit leaves a token unchanged, added everywhere; -8: early exits change every token.
         threshold: of the bundle, at every checkpoint.
     """
     random = np.random.default_rng(seed)
@@ -32,16 +32,15 @@ def make(
     places = np.array(checkpoints) / depth
     seen = ease + 0.4 * random.normal(size=(n, len(places)))
     scores = 1 / (1 + np.exp(-(knowledge * seen + 9 * (places - 0.5) + shift)))
-    # One number per token for all checkpoints, so that what agrees early mostly agrees later.
-    agrees = random.uniform(size=(n, 1)) < scores
-    kl = np.where(agrees, 0.03, 1.6) * random.gamma(2.0, 0.5, agrees.shape) * (1.05 - places)
-    full = random.gamma(2.0, 0.9, (n, 1))
-    nll = np.concatenate([full + kl * random.normal(0.6, 0.5, agrees.shape), full], axis=1)
+    # One number per token for all checkpoints, so that what is unchanged early mostly is later.
+    unchanged = random.uniform(size=(n, 1)) < scores
+    kl = np.where(unchanged, 0.03, 1.6) * random.gamma(2.0, 0.5, unchanged.shape) * (1.05 - places)
+    changed = np.where(unchanged, 0.001, 0.95) * random.uniform(0.5, 1.0, unchanged.shape)
+    added = np.where(unchanged, 0.001, 0.6) * random.gamma(2.0, 0.5, unchanged.shape)
     belongs = np.sort(random.integers(0, documents, n))
-    nll[np.append(belongs[1:] != belongs[:-1], True)] = np.nan
     evaluation = Evaluation(
-        depth, checkpoints, scores.astype(np.float32), agrees, agrees, kl.astype(np.float32),
-        nll.astype(np.float32), belongs,
+        depth, checkpoints, scores.astype(np.float32), unchanged, unchanged, kl.astype(np.float32),
+        changed.astype(np.float32), added.astype(np.float32), belongs, 0.8,
     )  # fmt: skip
     return Assessment(
         model="demo-llama",
@@ -54,7 +53,7 @@ def make(
             "dataset": "texts/*.jsonl",
             "dataset_sha256": "ab" * 32,
             "weights_sha256": "cd" * 32,
-            "label": "agreement",
+            "label": "unchanged",
             "documents": 300,
             "tokens": 812345,
             "test_fraction": 0.1,
@@ -73,16 +72,16 @@ def varied(assessment: Assessment, **fields: object) -> Assessment:
 
 def _convergence(depth: int, shift: float) -> Convergence:
     layers = np.arange(1, depth + 1)
-    agreement = 1 / (1 + np.exp(-(10 * (layers / depth - 0.45) + shift / 2)))
-    agreement[-1] = 1.0
-    kl = 4.5 * (1 - agreement)
+    changed = 1 / (1 + np.exp(10 * (layers / depth - 0.45) + shift / 2))
+    changed[-1] = 0.0
+    kl = 4.5 * changed
     cosine = 0.15 + 0.85 * (layers / depth) ** 2
-    agreement, kl, cosine = (tuple(values.tolist()) for values in (agreement, kl, cosine))
-    return Convergence(tuple(layers.tolist()), agreement, kl, cosine, tokens=1500)
+    changed, kl, cosine = (tuple(values.tolist()) for values in (changed, kl, cosine))
+    return Convergence(tuple(layers.tolist()), changed, kl, cosine, tokens=1500)
 
 
 def _examples(checkpoints: tuple[int, ...], depth: int, random: np.random.Generator) -> tuple[Example, ...]:
     pieces = tuple(WORDS.split("|")) * 6
     where = random.choice([*checkpoints, depth], len(pieces))
-    agrees = (random.uniform(size=len(pieces)) < 0.95) | (where == depth)
-    return (Example(pieces, (*pieces[1:], " #"), tuple(map(int, where)), tuple(map(bool, agrees))),)
+    unchanged = (random.uniform(size=len(pieces)) < 0.95) | (where == depth)
+    return (Example(pieces, (*pieces[1:], " #"), tuple(map(int, where)), tuple(map(bool, unchanged))),)

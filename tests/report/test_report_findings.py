@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import report_data
 
+from tide_export.calibration.operating_points import EPSILONS
 from tide_export.errors import CalibrationError
-from tide_export.report.findings import TARGETS, fixed_flops, halves, investigate, perfect_outcome, precision_recall
+from tide_export.report.findings import fixed_flops, halves, investigate, perfect_outcome, precision_recall
 
 
 @pytest.fixture(scope="module")
@@ -14,14 +15,15 @@ def findings(assessment):
 
 
 def plain(evaluation, thresholds):
-    """Agreement, layers and exit counts, token by token."""
-    layers, right, left = [], [], [0] * (len(thresholds) + 1)
-    for scores, agrees in zip(evaluation.scores, evaluation.agrees, strict=True):
+    """Changed tokens, change of perplexity, layers and exit counts, token by token."""
+    layers, changed, added, left = [], [], [], [0] * (len(thresholds) + 1)
+    for row, scores in enumerate(evaluation.scores):
         k = next((k for k, t in enumerate(thresholds) if scores[k] > np.float32(t)), len(thresholds))
         left[k] += 1
         layers.append([*evaluation.checkpoints, evaluation.num_layers][k])
-        right.append(True if k == len(thresholds) else bool(agrees[k]))
-    return np.mean(right), np.mean(layers), np.array(left) / len(layers)
+        changed.append(0.0 if k == len(thresholds) else float(evaluation.changed[row, k]))
+        added.append(0.0 if k == len(thresholds) else float(evaluation.added[row, k]))
+    return np.mean(changed), np.expm1(np.mean(added)), np.mean(layers), np.array(left) / len(layers)
 
 
 def test_no_document_is_in_both_halves_and_none_is_lost(assessment):
@@ -45,11 +47,12 @@ def test_tokens_are_halved_where_documents_cannot_be(assessment, sizes):
 
 def test_choices_are_measured_where_they_were_not_chosen(assessment, findings):
     chosen, measured, _ = halves(assessment.evaluation)
-    assert tuple(choice.target for choice in findings.choices) == TARGETS
+    assert tuple(choice.epsilon for choice in findings.choices) == EPSILONS
     for choice in findings.choices:
-        assert plain(chosen, choice.outcome.thresholds)[0] >= choice.target
-        agreement, layers, left = plain(measured, choice.outcome.thresholds)
-        assert choice.outcome.agreement == pytest.approx(agreement)
+        assert max(plain(chosen, choice.outcome.thresholds)[:2]) <= choice.epsilon
+        changed, perplexity, layers, left = plain(measured, choice.outcome.thresholds)
+        assert choice.outcome.change.changed == pytest.approx(changed)
+        assert choice.outcome.change.perplexity == pytest.approx(perplexity)
         assert choice.outcome.layers == pytest.approx(layers)
         assert choice.outcome.exit_shares == pytest.approx(left[:-1])
     layers = [choice.outcome.layers for choice in findings.choices]
@@ -63,7 +66,8 @@ def test_nothing_simple_beats_the_choices(assessment, findings):
         best = chosen.outcome(choice.outcome.thresholds).layers
         for t in np.linspace(0.02, 0.98, 25):
             single = chosen.outcome([t] * 3)
-            assert single.agreement < choice.target or best <= single.layers + 0.02
+            within = max(single.change.changed, single.change.perplexity) <= choice.epsilon
+            assert not within or best <= single.layers + 0.02
 
 
 def test_the_curve_has_no_holes_where_the_routers_know_little():
@@ -75,16 +79,16 @@ def test_the_curve_has_no_holes_where_the_routers_know_little():
 
 def test_the_perfect_router_and_efficiency(assessment, findings):
     _, measured, _ = halves(assessment.evaluation)
-    wanted = [next((c for c, a in zip((3, 6, 9), row, strict=True) if a), 12) for row in measured.agrees]
+    wanted = [next((c for c, a in zip((3, 6, 9), row, strict=True) if a), 12) for row in measured.unchanged]
     assert findings.perfect.layers == pytest.approx(np.mean(wanted))
-    assert findings.perfect.agreement == 1.0
+    assert findings.perfect.change.changed < 0.001, "of likely tokens"
     for choice in findings.choices:
         assert choice.efficiency == pytest.approx((12 - choice.outcome.layers) / (12 - np.mean(wanted)))
 
 
 def test_compute_counts_routers_only_where_they_are_asked(assessment, findings):
     costs = assessment.costs
-    choice = findings.choice(0.98)
+    choice = findings.choice(0.02)
     a, b, c = choice.outcome.exit_shares
     asked = 1 + (1 - a) + (1 - a - b)
     expected = costs.layer * choice.outcome.layers + costs.head + costs.router * asked
@@ -98,11 +102,9 @@ def test_fixed_exits_are_each_checkpoint_s_own_averages(assessment, findings):
     _, measured, _ = halves(assessment.evaluation)
     for k, outcome in enumerate(findings.fixed):
         assert outcome.layers == (3, 6, 9)[k]
-        assert outcome.agreement == pytest.approx(measured.agrees[:, k].mean())
+        assert outcome.change.changed == pytest.approx(measured.changed[:, k].mean())
         assert outcome.kl == pytest.approx(measured.kl[:, k].mean(), rel=1e-5)
-        assert outcome.perplexity_change == pytest.approx(
-            np.expm1(np.nanmean(measured.nll[:, k].astype(float) - measured.nll[:, -1])), rel=1e-3
-        )
+        assert outcome.change.perplexity == pytest.approx(np.expm1(measured.added[:, k].astype(float).mean()))
 
 
 def test_the_sweep_goes_from_nothing_to_everything(findings):
@@ -130,10 +132,10 @@ def test_precision_recall_by_hand():
     assert len(precision_recall(scores, np.zeros(4, bool))[0]) == 0
 
 
-def test_perfect_where_nothing_agrees():
-    nothing = report_data.varied(report_data.make(n=200), agrees=np.zeros((200, 3), bool))
+def test_perfect_where_every_exit_changes_the_token():
+    nothing = report_data.varied(report_data.make(n=200), unchanged=np.zeros((200, 3), bool))
     assert perfect_outcome(nothing.evaluation).layers == 12
-    assert np.isnan(investigate(nothing).choice(0.98).efficiency)
+    assert np.isnan(investigate(nothing).choice(0.02).efficiency)
 
 
 def test_one_token_is_refused():

@@ -25,7 +25,7 @@ NASTY = "<script>alert('1')</script> & \"x\"</span></div>"
 
 def test_the_quality_table_is_what_was_measured(assessment, page):
     _, measured, _ = halves(assessment.evaluation)
-    assert page.column(0, "tokens to keep") == ["no exits", "99.5 %", "99.0 %", "98.0 %", "95.0 %", "90.0 %"]
+    assert page.column(0, "at most, of both") == ["no exits", "0.5 %", "1.0 %", "2.0 %", "5.0 %", "10.0 %"]
     for row, choice in enumerate(investigate(assessment).choices, start=1):
         outcome = measured.outcome(choice.outcome.thresholds)
         flops = assessment.costs.per_token(outcome, (3, 6, 9))
@@ -33,13 +33,15 @@ def test_the_quality_table_is_what_was_measured(assessment, page):
         def cell(name, row=row):
             return page.column(0, name)[row]
 
-        assert cell("kept") == f"{100 * outcome.agreement:.1f} %"
+        change = outcome.change
+        assert cell("changed tokens") == f"{100 * change.changed:.1f} % ± {100 * change.changed_error:.1f} %"
         assert cell("layers per token") == f"{outcome.layers:.2f}"
         assert cell("layers saved") == f"{100 * (1 - outcome.layers / 12):.1f} %"
         assert cell("compute per token") == f"{flops / 1e6:.3g} MFLOP"
         assert cell("of full") == f"{100 * flops / 50.4e6:.1f} %"
         assert cell("mean KL, nats") == f"{outcome.kl:.4f}"
-        assert cell("change of perplexity") == f"{100 * outcome.perplexity_change:+.1f} %"
+        shown = f"{100 * change.perplexity:+.1f} % ± {100 * change.perplexity_error:.1f} %"
+        assert cell("change of perplexity") == shown
         shares = [f"{100 * share:.1f} %" for share in outcome.exit_shares]
         assert [cell(f"leave after {c}") for c in (3, 6, 9)] == shares
         assert cell("run all 12") == f"{100 * (1 - sum(outcome.exit_shares)):.1f} %"
@@ -106,9 +108,9 @@ def test_the_overview_beside_it(written):
 def test_passages_keep_their_text_and_say_where_tokens_left(assessment, page):
     (example,), (passage,) = assessment.examples, page.passages
     assert "".join(token.text for token in passage) == "".join(example.pieces)
-    for token, layers, agrees in zip(passage, example.exit_layers, example.agrees, strict=True):
+    for token, layers, unchanged in zip(passage, example.exit_layers, example.unchanged, strict=True):
         assert token.classes[0] == {3: "c0", 6: "c1", 9: "c2", 12: "full"}[layers]
-        assert ("wrong" in token.classes) == (not agrees)
+        assert ("wrong" in token.classes) == (not unchanged)
         assert (f"layer {layers} of 12" if layers < 12 else "all 12") in token.title
     assert passage[0].title.startswith("next: ␣f from")
     assert any("next: ⏎" in token.title for token in passage)
@@ -138,12 +140,16 @@ def test_a_router_that_cannot_tell_tokens_apart_is_named(assessment, page, unpic
 
 
 DEGENERATE = {
-    "no perplexity": lambda a: report_data.varied(a, nll=np.full_like(a.evaluation.nll, np.nan)),
     "nothing may leave": lambda a: report_data.varied(
-        a, labels=np.zeros((600, 3), bool), agrees=np.zeros((600, 3), bool), scores=np.zeros((600, 3), np.float32)
+        a, labels=np.zeros((600, 3), bool), unchanged=np.zeros((600, 3), bool), scores=np.zeros((600, 3), np.float32)
     ),
     "everything may": lambda a: report_data.varied(
-        a, labels=np.ones((600, 3), bool), agrees=np.ones((600, 3), bool), scores=np.ones((600, 3), np.float32)
+        a,
+        labels=np.ones((600, 3), bool),
+        unchanged=np.ones((600, 3), bool),
+        scores=np.ones((600, 3), np.float32),
+        changed=np.zeros((600, 3), np.float32),
+        added=np.zeros((600, 3), np.float32),
     ),
     "no exits by default": lambda a: replace(a, thresholds=(1.0, 1.0, 1.0)),
     "no examples, no record": lambda a: replace(a, examples=(), provenance={}),

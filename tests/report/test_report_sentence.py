@@ -22,17 +22,21 @@ def default(assessment):
 
 def test_a_gain_with_its_numbers(assessment):
     answer, findings = said(assessment), investigate(assessment)
-    choice = findings.choice(0.98)
+    choice = findings.choice(0.02)
     assert answer.gains
     assert answer.reason is None
     assert not answer.advice
     assert answer.sentence.startswith(
-        "With exits tuned to keep 98 % of its tokens, demo-llama runs "
+        "With at most 2 % changed tokens and 2 % more perplexity, demo-llama runs "
         f"{choice.outcome.layers:.1f} of 12 layers per token "
         f"({100 * (1 - choice.outcome.layers / 12):.0f} % fewer); a perfect router would run "
         f"{findings.perfect.layers:.1f} (router efficiency {100 * choice.efficiency:.0f} %)."
     )
-    assert f"{100 * choice.outcome.agreement:.1f} % of the tokens are the full model's own" in answer.sentence
+    change = choice.outcome.change
+    assert answer.sentence.endswith(
+        f"Measured on text that the thresholds were not chosen on: {100 * change.changed:.1f} % changed tokens and a "
+        f"perplexity of {100 * change.perplexity:+.1f} % at temperature 0.8."
+    )
     assert headline(assessment).replace("\u202f", " ") == answer.sentence
 
 
@@ -58,21 +62,25 @@ def test_no_gain_and_why(made, reason, because, try_this):
     assert try_this in answer.advice
 
 
-def test_a_gain_at_a_lower_agreement_is_mentioned():
-    # 7 in 8 tokens of a checkpoint agree, and nothing tells which: 98 % cannot be had, 85 % can.
+def test_a_gain_with_more_changed_tokens_is_mentioned():
+    # An exit changes 1 in 16 tokens, and nothing tells which: 2 % cannot be had, 10 % can.
     made = report_data.make(n=4000, checkpoints=(6,))
-    agrees = (np.arange(4000) % 16 != 0)[:, None]
-    blind = report_data.varied(made, scores=np.full((4000, 1), 0.9, np.float32), agrees=agrees, labels=agrees)
-    assert "Keeping 90 % would save 50 %." in said(blind).sentence
+    changed = (np.arange(4000) % 16 == 0)[:, None]
+    scores = np.full((4000, 1), 0.9, np.float32)
+    fields = {"scores": scores, "unchanged": ~changed, "labels": ~changed, "changed": changed.astype(np.float32)}
+    blind = report_data.varied(made, **fields, added=0.5 * changed)
+    assert "10 % of both would save 50 %." in said(blind).sentence
+    dear = report_data.varied(made, **fields, added=3.0 * changed)
+    assert "of both would save" not in said(dear).sentence, "perplexity rises by 21 %"
 
 
 def test_what_the_bundle_does(assessment):
     outcome = assessment.evaluation.outcome((0.85, 0.85, 0.85))
     sentence = default(assessment)
     assert f"runs {outcome.layers:.1f} of 12 layers per token" in sentence
-    assert f"keeps {100 * outcome.agreement:.1f} % of the full model's tokens" in sentence
+    assert f"with {100 * outcome.change.changed:.1f} % changed tokens" in sentence
     assert f"{100 * (1 - sum(outcome.exit_shares)):.1f} % of the tokens run all layers" in sentence
-    assert f"{100 * abs(outcome.perplexity_change):.1f} % higher" in sentence
+    assert f"a perplexity of {100 * outcome.change.perplexity:+.1f} % at temperature 0.8" in sentence
 
 
 def test_a_checkpoint_that_is_switched_off_is_named(assessment):
@@ -84,8 +92,3 @@ def test_a_checkpoint_that_is_switched_off_is_named(assessment):
 def test_thresholds_that_nothing_exceeds(assessment):
     low = report_data.varied(assessment, scores=np.full_like(assessment.evaluation.scores, 0.2))
     assert "no held-out token left early" in default(low)
-
-
-def test_no_perplexity_is_not_mentioned(assessment):
-    silent = report_data.varied(assessment, nll=np.full_like(assessment.evaluation.nll, np.nan))
-    assert "perplexity" not in default(silent)

@@ -134,18 +134,18 @@ def test_drafting_of_the_bundle_is_used(with_auto, tiny_bundle: Path) -> None:
         (None, "mode auto is full depth: what exits gain on this provider was not measured (tide-export tune does)"),
         (
             EXIT,
-            "mode auto is exit, 1.25x as fast as full depth, changing at most 2 % of the tokens (a processor, 2 "
+            "mode auto is exit, 1.25x as fast as full depth, with at most 2 % changed tokens (a processor, 2 "
             "threads); full depth for several sequences at once: not measured (tide-export tune --mode exit --slots "
             "does)",
         ),
         (
             replace(EXIT, evidence={"slots": {"4": 0.934, "8": 0.98}}),
-            "mode auto is exit, 1.25x as fast as full depth, changing at most 2 % of the tokens (a processor, 2 "
+            "mode auto is exit, 1.25x as fast as full depth, with at most 2 % changed tokens (a processor, 2 "
             "threads); full depth for several sequences at once: there it runs at 0.93x with 4 and 0.98x with 8",
         ),
         (
             replace(EXIT, slots=4, evidence={"slots": {"4": 1.1, "8": 0.98}}),
-            "mode auto is exit, 1.25x as fast as full depth, changing at most 2 % of the tokens (a processor, 2 "
+            "mode auto is exit, 1.25x as fast as full depth, with at most 2 % changed tokens (a processor, 2 "
             "threads); the same for up to 4 sequences at once: 1.10x with 4 and 0.98x with 8",
         ),
         (
@@ -160,7 +160,7 @@ def test_drafting_of_the_bundle_is_used(with_auto, tiny_bundle: Path) -> None:
         ),
         (
             replace(FULL, lossless_speedup=1.0),
-            "mode auto is full depth: exits that change at most 2 % of the tokens run at 0.97x its speed and lossless "
+            "mode auto is full depth: exits with at most 2 % changed tokens run at 0.97x its speed and lossless "
             "mode runs at 1.00x its speed (a processor, 2 threads)",
         ),
         (

@@ -68,7 +68,7 @@ def test_the_audit_is_in_the_metrics(chat_bundle: Path, engine: Engine) -> None:
         assert tokens == 24 >= checked > 0
         assert checked >= different
         assert raises == 0
-        lower, upper = (value_of(running, f"tide_audit_disagreement_{side}_bound") for side in ("lower", "upper"))
+        lower, upper = (value_of(running, f"tide_audit_changed_tokens_{side}_bound") for side in ("lower", "upper"))
         assert 0 <= lower <= different / 24 < upper <= 1
     finally:
         running.stop()

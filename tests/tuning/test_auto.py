@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from tide_export.bundle.auto_mode import AutoMode
+from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.config import GenerationConfig
@@ -19,7 +19,10 @@ from tide_export.tuning.auto import exit_speedup, measure_auto, with_exits, with
 from tide_export.tuning.request import LosslessRequest
 
 DRAFTS = LosslessRequest(dataset="text", threads=2, new_tokens=40, temperature=0.3)
-POINT = {"epsilon": 0.02, "thresholds": [0.7, 0.8, 1.0], "changed": 0.01, "layers": 9.0, "saved": 0.2, "tokens": 5000}
+POINT = {"epsilon": 0.02, "perplexity_epsilon": 0.02, "thresholds": [0.7, 0.8, 1.0], "layers": 9.0, "saved": 0.2}
+POINT |= {"tokens": 5000, "temperature": 0.8, "documents": 7, "changed": 0.01, "changed_error": 0.001}
+POINT |= {"perplexity": 0.012, "perplexity_error": 0.002}
+CHANGE = {"changed": 0.03, "perplexity": 0.01, "perplexity_epsilon": 0.02}
 
 
 @pytest.fixture
@@ -101,34 +104,57 @@ def test_the_engine_that_serves_is_measured(engine: Engine, monkeypatch: pytest.
 
 
 def test_export_takes_the_largest_share_that_is_allowed(demo_bundle: Path, speed: list[Any]) -> None:
-    points = [POINT | {"epsilon": e, "thresholds": [e, 1.0, 1.0]} for e in (0.005, 0.02, 0.05)]
+    shares = (0.005, 0.02, 0.05)
+    points = [
+        POINT | {"epsilon": e, "perplexity_epsilon": p, "saved": 3 * e + p, "thresholds": [min(e, p), 1.0, 1.0]}
+        for e in shares
+        for p in shares
+    ]
     for epsilon, taken in ((0.02, 0.02), (0.04, 0.02), (0.9, 0.05), (0.005, 0.005)):
-        record = measure_auto(demo_bundle, manifest_with(demo_bundle, *points), epsilon)
+        record = measure_auto(demo_bundle, manifest_with(demo_bundle, *points), epsilon, epsilon)
         assert (record.mode, record.exit_speedup, record.epsilon) == ("exit", 1.3, epsilon)
         assert record.thresholds == speed[1] == (taken, 1.0, 1.0)
         assert record.machine.endswith("threads")
+        assert record.evidence["perplexity_epsilon"] == epsilon
+    one = measure_auto(demo_bundle, manifest_with(demo_bundle, *points), 0.05, 0.005)
+    assert (one.thresholds[0], one.evidence["saved"]) == (0.005, 3 * 0.05 + 0.005), "each bound counts by itself"
+    assert sentence(measure_auto(demo_bundle, manifest_with(demo_bundle, *points), 0.02, 0.02)).startswith(
+        "mode auto is exit, 1.30x as fast as full depth, with 1.00 ± 0.10 % changed tokens (at most 2 %) and "
+        "perplexity +1.20 ± 0.20 % (at most +2 %) on 5,000 tokens that the thresholds were not chosen "
+        "on, temperature 0.8 ("
+    )
 
 
 @pytest.mark.parametrize(
     ("point", "epsilon", "reason"),
     [
-        (POINT, 0.0, "the routers have no thresholds for an epsilon of 0"),
+        (POINT, 0.0, "the routers have no thresholds for an epsilon of 0 and a perplexity_epsilon of 0.02"),
         (POINT | {"thresholds": [0.5]}, 0.02, "the operating points in the routers' record cannot be read"),
         (POINT | {"thresholds": [0.5, 2.0, 1.0]}, 0.02, "the operating points in the routers' record cannot be"),
         (POINT | {"epsilon": "all"}, 0.02, "the operating points in the routers' record cannot be read"),
+        (
+            {name: value for name, value in POINT.items() if not name.startswith("perplexity")},
+            0.02,
+            "the operating points in the routers' record cannot be read: calibrate again",
+        ),
+        (POINT | {"perplexity_epsilon": 0.05}, 0.02, "the routers have no thresholds for an epsilon of 0.02 and a"),
         ({"epsilon": 0.01}, 0.02, "the operating points in the routers' record cannot be read"),
         (
             POINT | {"tokens": 49, "saved": 0.0},
             0.02,
-            "49 held-out tokens of the calibration text are too few to show that exits change at most 2 %: 50 or more",
+            "49 held-out tokens of the calibration text are too few to show at most 2 % changed tokens: 50 or more",
         ),
-        (POINT | {"saved": 0.001}, 0.02, "no exits that change at most 2 % of the tokens save more than they cost"),
+        (
+            POINT | {"saved": 0.001},
+            0.02,
+            "no exits with at most 2 % changed tokens and at most 2 % more perplexity save more",
+        ),
     ],
 )
 def test_what_cannot_pay_is_not_measured(
     demo_bundle: Path, speed: list[Any], point: dict[str, Any], epsilon: float, reason: str
 ) -> None:
-    record = measure_auto(demo_bundle, manifest_with(demo_bundle, point), epsilon)
+    record = measure_auto(demo_bundle, manifest_with(demo_bundle, point), epsilon, 0.02)
     assert (record.mode, record.exit_speedup, record.thresholds) == ("full", None, (1.0,) * 3)
     assert record.evidence["reason"].startswith(reason)
     assert len(speed) == 1
@@ -137,11 +163,11 @@ def test_what_cannot_pay_is_not_measured(
 def test_a_gain_within_the_error_of_the_measurement_is_none(demo_bundle: Path, speed: list[Any]) -> None:
     for speedup, mode in ((1.019, "full"), (1.02, "exit"), (0.9, "full")):
         speed[0] = speedup
-        assert measure_auto(demo_bundle, manifest_with(demo_bundle, POINT), 0.02).mode == mode
+        assert measure_auto(demo_bundle, manifest_with(demo_bundle, POINT), 0.02, 0.02).mode == mode
 
 
 def test_tune_of_one_mode_keeps_what_is_known_of_the_other(engine: Engine, speed: list[Any]) -> None:
-    exits = with_exits(engine, (0.5, 0.6, 0.7), 0.05, 2)
+    exits = with_exits(engine, (0.5, 0.6, 0.7), 0.05, CHANGE, 2)
     assert (exits.mode, exits.epsilon, exits.thresholds) == ("exit", 0.05, (0.5, 0.6, 0.7))
     tuned = with_auto(engine, exits)
     for speedup, mode in ((1.5, "lossless"), (1.2, "exit"), (None, "exit")):
@@ -149,7 +175,7 @@ def test_tune_of_one_mode_keeps_what_is_known_of_the_other(engine: Engine, speed
         assert (both.mode, both.lossless_speedup, both.exit_speedup) == (mode, speedup, 1.3)
         assert both.thresholds == exits.thresholds
     drafting = with_auto(engine, with_lossless(engine, 1.4, DRAFTS, []))
-    nothing = with_exits(drafting, (1.0,) * 3, 0.01, 2)
+    nothing = with_exits(drafting, (1.0,) * 3, 0.01, CHANGE, 2)
     assert (nothing.mode, nothing.exit_speedup, nothing.lossless_speedup) == ("lossless", None, 1.4)
 
 
@@ -172,18 +198,20 @@ def test_several_exit_where_they_pay_for_all_fewer(
         return speeds[slots]
 
     monkeypatch.setattr(auto, "slot_speedup", stand_in)
-    record = with_exits(engine, (0.5, 0.6, 0.7), 0.05, 2, tuple(speeds))
+    record = with_exits(engine, (0.5, 0.6, 0.7), 0.05, CHANGE, 2, tuple(speeds))
     assert (record.mode, record.slots) == ("exit", expected)
     assert record.evidence["slots"] == {str(count): speeds[count] for count in sorted(speeds)}
     assert asked == [[("full", None), ("exit", (0.5, 0.6, 0.7))]] * len(speeds)
     tuned = with_auto(engine, record)
-    assert with_exits(tuned, (0.5, 0.6, 0.7), 0.05, 2).slots is None, "of other thresholds"
+    assert with_exits(tuned, (0.5, 0.6, 0.7), 0.05, CHANGE, 2).slots is None, "of other thresholds"
     kept = with_lossless(tuned, 1.2, DRAFTS, [])
     assert (kept.slots, kept.evidence) == (expected, record.evidence)
     drafting = with_lossless(tuned, 1.5, DRAFTS, [])
     assert (drafting.slots, "slots" in drafting.evidence) == (None, False), "they were measured in mode exit"
     speed[0], asked[:] = 1.0, []
-    assert (with_exits(engine, (0.5, 0.6, 0.7), 0.05, 2, (4,)).slots, asked) == (None, []), "it does not pay for one"
+    assert (with_exits(engine, (0.5, 0.6, 0.7), 0.05, CHANGE, 2, (4,)).slots, asked) == (None, []), (
+        "it does not pay for one"
+    )
 
 
 def test_several_draft_where_they_pay_for_all_fewer(
@@ -202,7 +230,7 @@ def test_several_draft_where_they_pay_for_all_fewer(
     assert (record.mode, record.slots, record.evidence["slots"]) == ("lossless", 4, {"2": 1.4, "4": 1.02, "8": 0.97})
     assert asked == [(["full", "lossless"], {40}, [[5], [7]])] * 3
     tuned = with_auto(engine, record)
-    kept = with_exits(tuned, (0.5, 0.6, 0.7), 0.05, 2, (4,))
+    kept = with_exits(tuned, (0.5, 0.6, 0.7), 0.05, CHANGE, 2, (4,))
     assert (kept.mode, kept.slots, kept.evidence["slots"]) == ("lossless", 4, record.evidence["slots"])
     asked.clear()
     assert (with_lossless(tuned, None, request, [[5]]).slots, asked) == (None, []), "it does not pay for one"

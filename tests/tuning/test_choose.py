@@ -1,5 +1,6 @@
 """Candidates from the path, and the whole choice simulated: its true risk is above epsilon no more often than delta."""
 
+from dataclasses import replace
 from math import sqrt
 
 import numpy as np
@@ -19,19 +20,19 @@ def population(prompts: int, seed: int = 0) -> Measurement:
     sure = easy + random.normal(size=(prompts, POSITIONS, 3)) + np.array([0.5, 1.5, 2.5])
     scores = 1 / (1 + np.exp(-(sure + 0.7 * random.normal(size=sure.shape))))
     right = random.random(sure.shape) < 1 / (1 + np.exp(-2.5 * sure))
-    return Measurement(
-        scores.astype(np.float32), np.where(right, 5, 6), np.full((prompts, POSITIONS), 5), LAYERS, DEPTH
-    )
+    full, added = np.full((prompts, POSITIONS), 5), 0.1 * ~right  # nats of a changed token
+    return Measurement(scores.astype(np.float32), np.where(right, 5, 6), full, LAYERS, DEPTH, added)
 
 
 def pick(whole: Measurement, numbers: np.ndarray) -> Measurement:
-    return Measurement(whole.scores[numbers], whole.early[numbers], whole.full[numbers], LAYERS, DEPTH)
+    parts = (values[numbers] for values in (whole.scores, whole.early, whole.full))
+    return Measurement(*parts, LAYERS, DEPTH, whole.added[numbers])
 
 
 def test_candidates_go_from_safe_to_aggressive_in_steps_below_epsilon():
     epsilon = 0.1
     path = candidates(population(300), epsilon)
-    risks, layers = [1 - point.agreement for point in path], [point.layers for point in path]
+    risks, layers = [point.loss for point in path], [point.layers for point in path]
     assert 10 < len(path) <= MAX_CANDIDATES
     assert risks[0] < 0.2 * epsilon
     assert epsilon < risks[-1] <= 1.5 * epsilon
@@ -49,9 +50,9 @@ def test_no_more_candidates_than_asked_for_and_both_ends_stay():
 
 def test_routers_that_know_nothing_leave_no_candidate_that_is_safe():
     whole = population(300)
-    wrong = Measurement(whole.scores, np.full_like(whole.early, 6), whole.full, LAYERS, DEPTH)
+    wrong = replace(whole, early=np.full_like(whole.early, 6))
     found = candidates(wrong, 0.05)
-    assert [point.agreement < 0.95 for point in found] == [True]
+    assert [point.loss > 0.05 for point in found] == [True]
     assert [tested.passed for tested in certify(wrong, wrong, found, 0.05, 0.1)] == [False]
 
 
@@ -64,7 +65,25 @@ def test_the_sequence_ends_at_the_first_failure():
     assert [one.thresholds for one in tested] == [point.thresholds for point in points[: len(tested)]]
     for one in tested:
         assert one.risk == pytest.approx(calibration.losses(one.thresholds).mean())
+        assert one.change.changed == pytest.approx(one.risk)
+        assert one.change.perplexity == pytest.approx(np.expm1(0.1 * one.risk))
         assert one.layers == pytest.approx(calibration.outcome(one.thresholds)[1].mean())
+
+
+def test_a_candidate_that_breaks_perplexity_fails_whatever_it_changes():
+    path, calibration = population(100, seed=1), population(200, seed=2)
+    points = candidates(path, 0.1)
+    free = certify(path, calibration, points, 0.1, 0.1)
+    bounded = certify(path, calibration, points, 0.1, 0.1, perplexity_epsilon=0.005)
+    assert 1 < len(bounded) < len(free)
+    assert [one.thresholds for one in bounded] == [one.thresholds for one in free[: len(bounded)]]
+    assert [one.passed for one in bounded] == [True] * (len(bounded) - 1) + [False]
+    last, failed = bounded[-2:]
+    assert last.change.perplexity + last.change.perplexity_error <= 0.005
+    assert failed.change.perplexity + failed.change.perplexity_error > 0.005
+    assert free[len(bounded) - 1].passed, "for changed tokens alone"
+    dear = replace(calibration, added=calibration.added + 1.0)  # every exit adds, also one that changes nothing
+    assert [one.passed for one in certify(path, dear, points, 0.1, 0.1, perplexity_epsilon=0.02)] == [False]
 
 
 def test_the_true_risk_is_above_epsilon_no_more_often_than_delta():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import tide_export
+from tide_export.bundle.auto_mode import sentence
 from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
@@ -35,6 +37,10 @@ QUICK = [
     "8",
     "--threads",
     "1",
+    "--temperature",
+    "0",
+    "--perplexity-epsilon",
+    "9",
 ]
 
 
@@ -47,10 +53,10 @@ def bundle(demo_bundle: Path, tmp_path: Path) -> Path:
 def _measured_once(measurements: dict[Any, Measurement], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompts on copies of one bundle are measured once, and the mode that is fastest is measured briefly."""
 
-    def measure(engine: Engine, prompts: list[list[int]], length: int, checkpoints: list[int], *advance: Any) -> Any:
-        key = length, *checkpoints, *map(tuple, prompts)
+    def measure(engine: Engine, prompts: list[list[int]], length: int, checkpoints: list[int], *how: Any) -> Any:
+        key = length, *checkpoints, *how[1:], *map(tuple, prompts)
         if key not in measurements:
-            measurements[key] = measure_prompts(engine, prompts, length, checkpoints, *advance)
+            measurements[key] = measure_prompts(engine, prompts, length, checkpoints, *how)
         return measurements[key]
 
     monkeypatch.setattr("tide_export.tuning.exits.measure_prompts", measure)
@@ -193,7 +199,15 @@ def test_the_table_says_what_was_tested_and_promised(bundle: Path, capsys):
     assert main(["tune", str(bundle), *options, *QUICK]) == 0
     out = capsys.readouterr().out
     assert written(bundle) == before
-    for words in ("threshold@3", "path risk", "layers/token", "passed", "CERTIFIED: thresholds", "dry run"):
+    for words in (
+        "threshold@3",
+        "changed, path",
+        "perplexity",
+        "layers/token",
+        "passed",
+        "CERTIFIED: thresholds",
+        "dry run",
+    ):
         assert words in out
     assert "up to 4 prompts from each" in out
     assert "stored" not in out
@@ -228,6 +242,26 @@ def test_one_position_of_each_document_makes_the_test_exact(bundle: Path, capsys
     assert report["risk"] == pytest.approx(errors / report["n"])
 
 
+def test_perplexity_is_bounded_too_and_auto_says_both(bundle: Path, capsys):
+    report = tune(capsys, bundle, "--temperature", 0.8)
+    evidence = open_bundle(bundle).manifest.auto.evidence
+    for name in ("changed", "changed_error", "perplexity", "perplexity_error", "tokens", "temperature"):
+        assert isinstance(evidence[name], int | float), name
+    assert (evidence["changed"], evidence["perplexity"]) == (report["risk"], report["perplexity"])
+    assert (report["temperature"], evidence["temperature"], evidence["perplexity_epsilon"]) == (0.8, 0.8, 9.0)
+    exits = replace(open_bundle(bundle).manifest.auto, mode="exit", exit_speedup=1.5)
+    assert re.search(
+        r"with \d+\.\d\d ± \d+\.\d\d % changed tokens \(at most 35 %\) and perplexity \+\d+\.\d\d ± \d+\.\d\d % "
+        r"\(at most \+900 %\) on 200 tokens that the thresholds were not chosen on, temperature 0\.8",
+        sentence(exits),
+    )
+    strict = tune(capsys, bundle, "--temperature", 0.8, "--perplexity-epsilon", report["perplexity"] / 4)
+    assert strict["layers_per_token"] > report["layers_per_token"]
+    assert strict["perplexity"] + strict["perplexity_error"] <= report["perplexity"] / 4
+    failed = strict["path"][len([one for one in strict["path"] if one["passed"]])]
+    assert failed["change"]["perplexity"] + failed["change"]["perplexity_error"] > report["perplexity"] / 4
+
+
 def test_a_bundle_can_be_tuned_again(bundle: Path, capsys):
     tune(capsys, bundle)
     strict = tune(capsys, bundle, epsilon=0.15, delta=0.3)
@@ -260,7 +294,7 @@ def test_when_nothing_passes_nothing_exits_and_it_says_so(bundle: Path, capsys, 
 
 def test_too_few_prompts_are_told_before_the_graph_runs(bundle: Path, capsys, never_run):
     line = refused(capsys, bundle, epsilon=0.02, delta=0.1)
-    assert "needs 114 prompts to test on even if no token differs" in line
+    assert "needs 114 prompts to test on even if no token changes" in line
     assert f"dataset '{TEXT}' gives 25 for the test and 11 to choose candidates (10 documents, 0 more were seen" in line
 
 
@@ -298,6 +332,8 @@ def test_unseen_documents_among_seen_ones_are_used_alone(bundle: Path, capsys, t
         (["--prompts", "1"], "prompts must be a whole number, 2 or more"),
         (["--prompts-per-document", "0"], "prompts_per_document must be a whole number, 1 or more"),
         (["--prompt-length", "0"], "prompt_length must be a whole number, 1 or more"),
+        (["--temperature", "-1"], "temperature must be a finite number, 0 or more"),
+        (["--perplexity-epsilon", "-0.1"], "perplexity_epsilon must be a finite number, 0 or more"),
         (["--positions", "0"], "positions must be a whole number, 1 or more"),
         (["--positions", "100000"], "the model's context holds"),
         (["--min-layers", "-1"], "min_layers must be a whole number, 0 or more"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiers
 
+from tide_export.common.changed_tokens import Change, added_loss, changed_tokens
 from tide_export.errors import TuneError
 from tide_export.runtime.engine import Engine, load
 from tide_export.tuning.measure import Measurement, measure_prompts
@@ -64,12 +65,36 @@ def test_off_is_full_depth_and_has_no_loss(engine, prompts, measured):
     tokens, layers = measured.outcome([1.0] * 3)
     assert (layers == 12).all()
     assert (tokens == measured.full).all()
+    assert measured.change([1.0] * 3) == Change(measured.full.size, 0.0, 0.0, 0.0, 0.0, 0.0)
     assert measured.losses([1.0] * 3).tolist() == [0.0] * len(prompts)
     found = really_run(engine, prompts[0], [2.0] * 3, None)
     assert (found[0] == measured.full[0]).all()
 
 
-def test_a_loss_is_the_share_of_positions_that_differ(measured):
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_are_drawn_as_a_generation_draws_them(engine, prompts, temperature):
+    measured = measure_prompts(engine, prompts[:2], PROMPT, CHECKPOINTS, temperature=temperature, seed=3)
+    changed, added = [], []
+    for i, ids in enumerate(prompts[:2]):
+        states = [engine.start([-1.0 if k == c else 2.0 for k in range(3)], 2**62) for c in range(4)]
+        for position, end in enumerate(range(PROMPT, len(ids) + 1)):
+            options = {"max_new_tokens": 1, "temperature": temperature, "seed": 3 + i}
+            assert engine.generate(ids[:end], mode="full", **options).tokens == [measured.full[i, position]]
+            first = engine.generate(ids[:end], mode="exit", threshold=[0.0, 1.0, 1.0], **options)
+            assert first.tokens == [measured.early[i, position, 0]]
+            logits = [state.step(ids[state.length : end]).logits[None] for state in states]
+            changed.append([changed_tokens(logits[3], one, temperature)[0] for one in logits[:3]])
+            added.append([added_loss(logits[3], one, temperature)[0] for one in logits[:3]])
+    np.testing.assert_allclose(measured.added.reshape(-1, 3), added, atol=1e-4)
+    expected = np.array(changed)
+    spread = np.sqrt((expected * (1 - expected)).sum(axis=0))
+    assert (np.abs(measured.changed.reshape(-1, 3).sum(axis=0) - expected.sum(axis=0)) <= 4.5 * spread).all()
+    always = measured.change([0.0] * 3)
+    assert (always.changed, always.temperature) == (pytest.approx(measured.changed[..., 0].mean()), temperature)
+    assert always.perplexity == pytest.approx(np.expm1(measured.added[..., 0].mean()))
+
+
+def test_a_loss_is_the_share_of_changed_tokens(measured):
     always = measured.losses([0.0] * 3)
     assert always == pytest.approx((measured.early[:, :, 0] != measured.full).mean(axis=1))
     assert 0 < always.mean() < 1

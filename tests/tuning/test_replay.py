@@ -23,11 +23,11 @@ COSTS = StepCosts(draft=(1.0, 2.0), verify={1: 4.0, 5: 6.0}, block={1: 4.0, 5: 8
 NO_TEXT = [[0]]  # a prompt in which nothing matches
 
 
-def recording(scores: list, agrees: list) -> Measurement:
-    """One text of tokens 1, 2, 3 ...; scores [P, 2], agrees [P, 2]."""
+def recording(scores: list, right: list) -> Measurement:
+    """One text of tokens 1, 2, 3 ...; scores [P, 2], whether drafts are right [P, 2]."""
     full = np.arange(1, len(scores) + 1)[None]
-    early = np.where(agrees, full[0, :, None], -1)[None]
-    return Measurement(np.array(scores, np.float32)[None], early, full, (2, 4), 6)
+    early = np.where(right, full[0, :, None], -1)[None]
+    return Measurement(np.array(scores, np.float32)[None], early, full, (2, 4), 6, np.zeros(early.shape))
 
 
 def exits_alone(one: Measurement, thresholds: tuple[float, float], max_drafts: int) -> tuple[float, int, int]:
@@ -48,7 +48,7 @@ def test_a_replay_by_hand() -> None:
 
 def test_a_replay_with_prompt_lookup_by_hand() -> None:
     nothing = np.empty((1, 4, 0))
-    one = Measurement(nothing.astype(np.float32), nothing.astype(np.int64), np.array([[1, 2, 9, 4]]), (), 6)
+    one = Measurement(nothing.astype(np.float32), nothing.astype(np.int64), np.array([[1, 2, 9, 4]]), (), 6, nothing)
     # 1 was given. After 7 1 came 2, which is right: 5 s for two tokens. Nothing is known of 9: 4 s.
     found = replay(one, COSTS, [[7, 1, 2, 3, 7]], Setting((), 0, 4, 1.0))
     assert found == Replayed((5 + 4) / 3, 0, 0, 1, 1)
@@ -76,9 +76,9 @@ def test_prompt_lookup_is_chosen_for_a_text_that_repeats_itself() -> None:
 def test_the_search_finds_what_trying_everything_finds() -> None:
     rng = np.random.default_rng(0)
     scores = rng.random((6, 40, 2)).astype(np.float32)
-    agrees = rng.random((6, 40, 2)) < scores**0.5
+    right = rng.random((6, 40, 2)) < scores**0.5
     full = np.broadcast_to(np.arange(1, 41), (6, 40))
-    noisy = Measurement(scores, np.where(agrees, full[..., None], -1), full, (2, 4), 6)
+    noisy = Measurement(scores, np.where(right, full[..., None], -1), full, (2, 4), 6, 0 * scores)
     costs = StepCosts(draft=(0.3, 0.7), verify={1: 1.0, 13: 1.6}, block={1: 1.0, 13: 2.0}, plain=1.0)
     found = best_setting(noisy, costs, NO_TEXT * 6)
     assert found.prompt_lookup == 0
@@ -125,7 +125,7 @@ def test_the_replay_expects_the_lookups_that_generating_has(engine: Engine) -> N
     off, length, prompts = [1.0] * len(engine.manifest.checkpoints), 60, [[50, 60, 70] * 3, [300, 301, 300, 302] * 2]
     full = [engine.generate(p, max_new_tokens=length, mode="full", stop_token_ids=[]).tokens for p in prompts]
     nothing = np.empty((2, length, 0))
-    recorded = Measurement(nothing.astype(np.float32), nothing.astype(np.int64), np.array(full), (), 12)
+    recorded = Measurement(nothing.astype(np.float32), nothing.astype(np.int64), np.array(full), (), 12, nothing)
     costs = StepCosts((), {1: 1.0, 9: 1.4}, {1: 1.0, 9: 1.4}, 1.0)
     expected = replay(recorded, costs, prompts, Setting((), 0, 8, 1.0))
     stats = [

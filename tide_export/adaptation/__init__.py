@@ -1,1 +1,1 @@
-"""Fine-tunes a model so that its early layers agree with its last one: the stage before `calibrate`."""
+"""Fine-tunes a model so that exits change few of its tokens: the stage before `calibrate`."""

@@ -28,12 +28,11 @@ class AdaptConfig(Settings):
         ge=0.0,
         description="weight of a checkpoint's loss: (its layers / all layers) to this power; 0 weighs all equally",
     )
-    full_weight: float = Field(2.0, ge=0.0, description="weight of the loss at full depth")
-    label_share: float = Field(
-        0.5,
-        ge=0.0,
-        le=1.0,
-        description="share of next-token loss in the loss at full depth; the rest is divergence from the original",
+    original_weight: float = Field(
+        4.0, ge=0.0, description="weight of full depth's divergence from the frozen original, which holds it to that"
+    )
+    label_weight: float = Field(
+        0.0, ge=0.0, description="weight of full depth's next-token loss: learns the text, and changes more tokens"
     )
     layer_dropout: float = Field(
         0.0,

@@ -15,7 +15,7 @@ from tide_export.adaptation.config import AdaptConfig
 from tide_export.adaptation.lora import Lora
 from tide_export.adaptation.losses import Batch
 from tide_export.adaptation.output import check_output, check_space, round_weights, write_model
-from tide_export.adaptation.quality import Quality, measure
+from tide_export.adaptation.quality import Quality, measure, measure_change
 from tide_export.adaptation.report import AdaptReport
 from tide_export.adaptation.snapshot import Snapshot
 from tide_export.adaptation.training import Trainer, padded
@@ -34,9 +34,9 @@ logger = logging.getLogger("tide_export")
 # Settings that may change when a run resumes: none affects the number of steps or the text of a step.
 CHANGEABLE = {
     "learning_rate",
-    "full_weight",
+    "original_weight",
     "early_weight",
-    "label_share",
+    "label_weight",
     "precision",
     "micro_batch",
     "save_minutes",
@@ -112,9 +112,15 @@ def adapt(
         round_weights(source, dtype)
         with stage("measuring the result"):
             after = measure(source, measured)
+            original = (
+                trainer.teacher
+                if lora is None
+                else load_model(model, device=device, trust_remote_code=trust_remote_code)
+            )
+            changes = measure_change(original, source, measured)
     tokens = round(steps * config.batch * float(np.mean([len(text.ids) for text in texts])))
     recorded = settings | config.model_dump(mode="json", include=CHANGEABLE) | {"source": model}
-    report = AdaptReport(str(output), recorded, exits, tokens, before, after)
+    report = AdaptReport(str(output), recorded, exits, tokens, before, after, *changes)
     with stage("writing the model"):
         write_model(source, tokenizer, target, dtype, report.write)
     snapshot.remove()

@@ -2,7 +2,7 @@
 
 Follows LayerSkip (Elhoushi et al., https://arxiv.org/abs/2404.16710): every exit uses the model's own norm and head,
 and its loss weighs more with depth. Unlike LayerSkip, the target of an exit is the distribution of full depth. Full
-depth learns the next token and the distribution of the frozen original (self-distillation).
+depth learns the distribution of the frozen original (distillation) and, if wanted, the next token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ def accumulate_gradients(
     teacher, teacher_hidden = original[0], original[1].flatten(0, 1)[positions]
     leaves = {layers: one.detach().flatten(0, 1)[positions].requires_grad_() for layers, one in hidden.items()}
     sums = {layers: torch.zeros((), device=labels.device) for layers in hidden}
-    distilled, learned = config.full_weight * (1 - config.label_share), config.full_weight * config.label_share
+    distilled, learned = config.original_weight, config.label_weight
     for rows in blocks(source, len(positions)):
         with torch.no_grad():
             original_log = _logits(teacher, teacher_hidden[rows]).log_softmax(-1)

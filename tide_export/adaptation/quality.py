@@ -1,14 +1,16 @@
-"""Measures perplexity and the agreement of every layer with full depth on held-out text."""
+"""Measures a model on held-out text: perplexity, changed tokens by depth, and what training changed at full depth."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tide_export.adaptation.losses import Batch
 from tide_export.calibration.labels import blocks, predict
+from tide_export.common.changed_tokens import TEMPERATURE, Change, added_loss, change, changed_tokens
 from tide_export.model.source import SourceModel
 
 
@@ -18,19 +20,13 @@ class Quality:
 
     Attributes:
         tokens: number of tokens measured on.
-        perplexity: of the next token at full depth.
-        agreement: for each number of layers from 1, the share of tokens whose top-1 prediction equals full depth's.
-        top1: full depth's top-1 predictions.
+        perplexity: of the text's next token at full depth.
+        changed: for each number of layers from 1, the share of greedy tokens that an exit there changes.
     """
 
     tokens: int
     perplexity: float
-    agreement: list[float]
-    top1: list[int]
-
-    def same_as(self, other: "Quality") -> float:
-        """Returns the share of tokens whose top-1 prediction at full depth equals that of `other`."""
-        return sum(a == b for a, b in zip(self.top1, other.top1, strict=True)) / len(self.top1)
+    changed: list[float]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,7 +36,7 @@ class Quality:
 def measure(source: SourceModel, batches: Sequence[Batch]) -> Quality:
     """Runs `source` in float32 on `batches`."""
     depth = source.num_layers
-    agreeing, top1 = torch.zeros(depth, dtype=torch.long), list[int]()
+    changed, tokens = torch.zeros(depth, dtype=torch.long), 0
     nll, scored = 0.0, 0
     for batch in batches:
         positions, labels = batch.positions(), batch.labels()
@@ -48,13 +44,44 @@ def measure(source: SourceModel, batches: Sequence[Batch]) -> Quality:
         hidden = {layers: source.normalize(one.flatten(0, 1)[positions]) for layers, one in raw.items()}
         for rows in blocks(source, len(positions)):
             full = predict(source, hidden[depth][rows])
-            best, following = full.top1(), labels[rows].cpu()
-            top1 += best.tolist()
+            likeliest, following = full.likeliest(), labels[rows].cpu()
             known = following >= 0
             nll += float(full.nll(following.clamp_min(0))[known].sum())
             scored += int(known.sum())
+            tokens += len(likeliest)
             for layers in range(1, depth):
-                agreeing[layers - 1] += predict(source, hidden[layers][rows]).agree(best).sum()
-            agreeing[depth - 1] += len(best)
+                changed[layers - 1] += (~predict(source, hidden[layers][rows]).unchanged(likeliest)).sum()
     perplexity = math.exp(nll / max(1, scored)) if nll / max(1, scored) < 700 else math.inf
-    return Quality(len(top1), perplexity, (agreeing / len(top1)).tolist(), top1)
+    return Quality(tokens, perplexity, (changed / tokens).tolist())
+
+
+@torch.no_grad()
+def measure_change(original: SourceModel, adapted: SourceModel, batches: Sequence[Batch]) -> tuple[Change, Change]:
+    """Measures what `adapted` changes of the text of `original`, both at full depth.
+
+    Returns:
+        The change at `TEMPERATURE`, and of greedy text.
+    """
+    depth = original.num_layers
+    parts: dict[float, list[np.ndarray]] = {TEMPERATURE: [], 0.0: []}  # [2, n] each
+    texts: list[int] = []
+    for batch in batches:
+        positions = batch.positions()
+        before, after = (
+            source.normalize(source.raw_hidden(batch.ids, [depth])[depth].flatten(0, 1)[positions])
+            for source in (original, adapted)
+        )
+        for rows in blocks(original, len(positions)):
+            full, now = (
+                predict(source, hidden[rows]).logits.cpu().numpy()
+                for source, hidden in ((original, before), (adapted, after))
+            )
+            for temperature, measured in parts.items():
+                measured.append(np.stack([changed_tokens(full, now, temperature), added_loss(full, now, temperature)]))
+        first = len(set(texts))
+        texts += [first + row for row, length in enumerate(batch.lengths.tolist()) for _ in range(length)]
+    changes = []
+    for temperature, measured in parts.items():
+        changed, added = np.concatenate(measured, axis=-1)
+        changes.append(change(changed, added, texts, temperature))
+    return changes[0], changes[1]

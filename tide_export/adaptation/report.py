@@ -2,11 +2,12 @@
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tide_export.adaptation.quality import Quality
+from tide_export.common.changed_tokens import Change
 from tide_export.common.files import replace_files
 from tide_export.common.formatting import table
 
@@ -24,6 +25,7 @@ class AdaptReport:
         exits: checkpoints that were trained.
         tokens: number of tokens trained on.
         before, after: quality on the same held-out text; `after` with the weights rounded as stored.
+        change, greedy_change: what full depth changed of the original's text, sampled and greedy.
     """
 
     output: str
@@ -32,39 +34,41 @@ class AdaptReport:
     tokens: int
     before: Quality
     after: Quality
-
-    @property
-    def same_tokens(self) -> float:
-        """The share of held-out tokens whose top-1 prediction at full depth is unchanged."""
-        return self.after.same_as(self.before)
+    change: Change
+    greedy_change: Change
 
     def as_dict(self) -> dict[str, Any]:
-        def quality(measured: Quality) -> dict[str, Any]:
-            return {name: value for name, value in measured.as_dict().items() if name != "top1"}
-
         return {
             "output": self.output,
             "settings": self.settings,
             "exits": list(self.exits),
             "tokens": self.tokens,
-            "before": quality(self.before),
-            "after": quality(self.after),
-            "full_depth_same_top1": self.same_tokens,
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "full_depth_change": asdict(self.change),
+            "full_depth_change_greedy": asdict(self.greedy_change),
         }
 
     def render(self) -> str:
         """Returns the report as a table, one line per checkpoint."""
         before, after = self.before, self.after
-        change = after.perplexity / before.perplexity - 1
+        to_before = after.perplexity / before.perplexity - 1
         rows: list[list[str]] = [
-            [f"agrees after {layers} layers"]
-            + [f"{100 * quality.agreement[layers - 1]:.1f} %" for quality in (before, after)]
+            [f"changed tokens if all exit after {layers} layers, greedy"]
+            + [f"{100 * quality.changed[layers - 1]:.1f} %" for quality in (before, after)]
             for layers in self.exits
         ]
-        rows.append(["perplexity", f"{before.perplexity:.3f}", f"{after.perplexity:.3f} ({100 * change:+.1f} %)"])
-        rows.append(["full depth's token", "", f"{100 * self.same_tokens:.1f} % as before"])
+        rows.append(
+            ["perplexity of the text", f"{before.perplexity:.3f}", f"{after.perplexity:.3f} ({100 * to_before:+.1f} %)"]
+        )
+        for made in (self.change, self.greedy_change):
+            at = f"temperature {made.temperature:g}" if made.temperature else "greedy"
+            share = f"{100 * made.changed:.1f} ± {100 * made.changed_error:.1f} %"
+            rows.append([f"full depth against the original, {at}: changed tokens", "", share])
+            share = f"{100 * made.perplexity:+.1f} ± {100 * made.perplexity_error:.1f} %"
+            rows.append([f"full depth against the original, {at}: change of perplexity", "", share])
         head = f"{self.output}: trained on {self.tokens} tokens, measured on {after.tokens} tokens of other documents"
-        return f"{head}\n" + table([f"of {len(after.agreement)} layers", "before", "after"], rows)
+        return f"{head}\n" + table([f"of {len(after.changed)} layers", "before", "after"], rows)
 
     def write(self, folder: Path) -> None:
         """Writes the JSON and the plot into `folder`."""
@@ -76,13 +80,13 @@ class AdaptReport:
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.add_subplot()
-        layers = range(1, len(self.after.agreement) + 1)
+        layers = range(1, len(self.after.changed) + 1)
         for name, quality, style in (("before", self.before, "--"), ("after", self.after, "-")):
             label = f"{name} (perplexity {quality.perplexity:.2f})"
-            axes.plot(layers, [100 * share for share in quality.agreement], style, marker="o", label=label)
+            axes.plot(layers, [100 * share for share in quality.changed], style, marker="o", label=label)
         for exit_layers in self.exits:
             axes.axvline(exit_layers, color="#aab2bc", linewidth=0.8, zorder=0)
-        axes.set(xlabel="layers run", ylabel="top-1 agreement with full depth, %", ylim=(0, 101))
+        axes.set(xlabel="layers run", ylabel="changed tokens if all exit here, greedy, %", ylim=(0, 101))
         axes.legend()
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=120)

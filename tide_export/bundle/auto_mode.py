@@ -1,23 +1,23 @@
 """Records the mode that `auto` means in a bundle: `export` and `tune` measure it, runtimes read it."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 MODES = ("full", "exit", "lossless")
 
 
 @dataclass(frozen=True)
 class AutoMode:
-    """The fastest mode that changes at most a share `epsilon` of the tokens, measured on one machine."""
+    """The fastest mode with at most a share `epsilon` of changed tokens, measured on one machine."""
 
     mode: str  # one of MODES
     thresholds: tuple[float, ...]  # of mode exit, one per checkpoint, in [0, 1]; all 1: none keeps to `epsilon`
-    epsilon: float  # in [0, 1): largest share of tokens that exits may change
+    epsilon: float  # in [0, 1): largest share of changed tokens
     provider: str  # that it was measured on; on any other, mode auto is full depth
     exit_speedup: float | None  # decoding speed over full depth's; None: not measured
     lossless_speedup: float | None
     machine: str  # processor and number of threads
-    evidence: dict[str, Any]  # what was measured on which text
+    evidence: dict[str, Any]  # what was measured on which text, and `perplexity_epsilon`, the other bound
     slots: int | None = None  # sequences at once for which `mode` was faster too; None, not written: one
 
     def of(self, slots: int) -> "AutoMode | None":
@@ -33,9 +33,8 @@ def sentence(auto: AutoMode | None) -> str:
     """
     if auto is None:
         return "mode auto is full depth: what exits gain on this provider was not measured (tide-export tune does)"
-    share = f"{100 * auto.epsilon:g} % of the tokens"
     if auto.mode == "exit":
-        reason = f"exit, {auto.exit_speedup:.2f}x as fast as full depth, changing at most {share}"
+        reason = f"exit, {auto.exit_speedup:.2f}x as fast as full depth, with {_measured(auto) or bounds(auto)}"
     elif auto.mode == "lossless":
         reason = f"lossless, {auto.lossless_speedup:.2f}x as fast as full depth, with its tokens"
     elif auto.exit_speedup is None and auto.lossless_speedup is None:
@@ -44,13 +43,44 @@ def sentence(auto: AutoMode | None) -> str:
         reason = "full depth: " + " and ".join(
             f"{mode} at {speedup:.2f}x its speed"
             for mode, speedup in (
-                (f"exits that change at most {share} run", auto.exit_speedup),
+                (f"exits with {bounds(auto)} run", auto.exit_speedup),
                 ("lossless mode runs", auto.lossless_speedup),
             )
             if speedup is not None
         )
     several = "" if auto.mode == "full" else f"; {_of_several(auto)}"
     return f"mode auto is {reason} ({auto.machine}){several}"
+
+
+def bounds(auto: AutoMode) -> str:
+    """Returns the bounds of what exits may change, as words."""
+    return bounds_of(auto.epsilon, auto.evidence.get("perplexity_epsilon"))
+
+
+def bounds_of(epsilon: float, perplexity_epsilon: object) -> str:
+    """Returns bounds as words.
+
+    Args:
+        perplexity_epsilon: no number: perplexity was not bounded, as in bundles of before.
+    """
+    changed = f"at most {100 * epsilon:g} % changed tokens"
+    if not isinstance(perplexity_epsilon, int | float):
+        return changed
+    return f"{changed} and at most {100 * perplexity_epsilon:g} % more perplexity"
+
+
+def _measured(auto: AutoMode) -> str:
+    """Returns what the exits changed and the bounds, as words; empty if the evidence does not say."""
+    names = "tokens", "temperature", "changed", "changed_error", "perplexity", "perplexity_error", "perplexity_epsilon"
+    values = [auto.evidence.get(name) for name in names]
+    if not all(isinstance(value, int | float) for value in values):
+        return ""
+    tokens, temperature, changed, error, perplexity, perplexity_error, most = cast(list[float], values)
+    return (
+        f"{100 * changed:.2f} ± {100 * error:.2f} % changed tokens (at most {100 * auto.epsilon:g} %) and perplexity "
+        f"{100 * perplexity:+.2f} ± {100 * perplexity_error:.2f} % (at most {100 * most:+g} %) on {tokens:,} tokens "
+        f"that the thresholds were not chosen on, temperature {temperature:g}"
+    )
 
 
 def _of_several(auto: AutoMode) -> str:

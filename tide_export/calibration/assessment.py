@@ -5,11 +5,12 @@ running the model again. Needs only NumPy.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from tide_export.common.changed_tokens import Change, change
 from tide_export.thresholds.pareto import exits
 
 
@@ -19,19 +20,16 @@ class Outcome:
 
     Attributes:
         thresholds: one per checkpoint.
-        agreement: share of tokens whose top-1 is the full model's.
+        change: changed tokens and the change of perplexity, at `Evaluation.temperature`.
         layers: mean layers per token.
         kl: mean KL divergence of the exit's distribution from the full model's, nats.
-        perplexity_change: perplexity of the text under the exits over that under the full model, minus 1; NaN if no
-            text follows.
         exit_shares: share of tokens that exit at each checkpoint; the rest runs all layers.
     """
 
     thresholds: tuple[float, ...]
-    agreement: float
+    change: Change
     layers: float
     kl: float
-    perplexity_change: float
     exit_shares: tuple[float, ...]
 
 
@@ -44,40 +42,45 @@ class Evaluation:
         checkpoints: layers run at each checkpoint, ascending.
         scores: float32 [n, C], every router's score (after probability calibration).
         labels: bool [n, C], the training labels.
-        agrees: bool [n, C], whether the exit's top-1 is the full model's.
+        unchanged: bool [n, C], whether the exit's likeliest token is full depth's, so that no greedy token changes.
         kl: float32 [n, C], KL(full || exit) in nats.
-        nll: float32 [n, C+1], nats of the text's next token at every exit and, last, of the full model; NaN at the end
-            of the text.
+        changed: float32 [n, C], `changed_tokens` of an exit there.
+        added: float32 [n, C], `added_loss` of an exit there, nats.
         documents: int64 [n], the document of each token.
+        temperature: of `changed` and `added`; 0: greedy.
     """
 
     num_layers: int
     checkpoints: tuple[int, ...]
     scores: np.ndarray
     labels: np.ndarray
-    agrees: np.ndarray
+    unchanged: np.ndarray
     kl: np.ndarray
-    nll: np.ndarray
+    changed: np.ndarray
+    added: np.ndarray
     documents: np.ndarray
+    temperature: float
 
     def outcome(self, thresholds: Sequence[float]) -> Outcome:
         """Computes the effect of `thresholds` (one per checkpoint) on these tokens."""
         taken = exits(self.scores, thresholds)
         rows = np.arange(len(taken))
 
-        def at_exit(columns: np.ndarray, full: float) -> np.ndarray:
-            return np.concatenate([columns, np.full((len(columns), 1), full, columns.dtype)], axis=1)[rows, taken]
+        def at_exit(columns: np.ndarray) -> np.ndarray:
+            return np.concatenate([columns, np.zeros((len(columns), 1), columns.dtype)], axis=1)[rows, taken]
 
-        change = self.nll[rows, taken] - self.nll[:, -1]
-        change = change[np.isfinite(change)]
         return Outcome(
             thresholds=tuple(float(t) for t in thresholds),
-            agreement=float(at_exit(self.agrees, True).mean()),
+            change=change(at_exit(self.changed), at_exit(self.added), self.documents, self.temperature),
             layers=float(np.array([*self.checkpoints, self.num_layers])[taken].mean()),
-            kl=float(at_exit(self.kl, 0.0).mean()),
-            perplexity_change=float(np.expm1(change.mean())) if len(change) else float("nan"),
+            kl=float(at_exit(self.kl).mean()),
             exit_shares=tuple(float((taken == k).mean()) for k in range(len(self.checkpoints))),
         )
+
+    def part(self, rows: np.ndarray) -> "Evaluation":
+        """Returns the measurements of some of the tokens."""
+        names = ("scores", "labels", "unchanged", "kl", "changed", "added", "documents")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,14 @@ class Convergence:
 
     Attributes:
         layers: layers run, 1 .. num_layers.
-        agreement: share of tokens whose top-1 is already the full model's.
+        changed: share of changed tokens, greedy.
         kl: mean KL(full || head on this layer's normalized hidden state), nats.
         cosine: mean cosine similarity of the raw hidden state with the last layer's.
         tokens: size of the sample.
     """
 
     layers: tuple[int, ...]
-    agreement: tuple[float, ...]
+    changed: tuple[float, ...]
     kl: tuple[float, ...]
     cosine: tuple[float, ...]
     tokens: int
@@ -107,13 +110,13 @@ class Example:
         pieces: text of each token.
         predicted: text of the token predicted *after* each token, by the exit's head.
         exit_layers: layers run for each prediction.
-        agrees: whether each prediction is the full model's.
+        unchanged: whether each prediction is full depth's.
     """
 
     pieces: tuple[str, ...]
     predicted: tuple[str, ...]
     exit_layers: tuple[int, ...]
-    agrees: tuple[bool, ...]
+    unchanged: tuple[bool, ...]
 
 
 @dataclass(frozen=True)

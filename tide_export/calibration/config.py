@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tide_export.common.changed_tokens import EPSILON, TEMPERATURE
 from tide_export.errors import ConfigError
 
 KV_CACHE_STRATEGY = "kv_cache_strategy"  # a setting of TIDE's with one value left, exact, which is not stored
@@ -48,7 +49,13 @@ class TideConfig(Settings):
         "nothing is calibrated and no token exits; overrides checkpoint_interval",
     )
     exit_threshold: float = Field(0.85, ge=0.0, le=1.0, description="a token exits when its score is above this")
-    epsilon: float = Field(0.02, ge=0.0, lt=1.0, description="share of tokens that mode auto may change; 0: none")
+    epsilon: float = Field(EPSILON, ge=0.0, lt=1.0, description="share of changed tokens in mode auto; 0: none")
+    perplexity_epsilon: float = Field(
+        EPSILON, ge=0.0, description="share by which exits may raise perplexity in mode auto"
+    )
+    temperature: float = Field(
+        TEMPERATURE, ge=0.0, allow_inf_nan=False, description="at which changed tokens are counted; 0: greedy"
+    )
     min_layers: int = Field(
         8, ge=0, description="checkpoints after fewer layers never exit; in mode auto only if this is given"
     )
@@ -91,7 +98,7 @@ class TideConfig(Settings):
         description="tokens kept of the training split, a uniform sample; by default as many as fit calibration_memory",
     )
     calibration_memory: float = Field(2.0, gt=0.0, description="GiB of hidden states kept")
-    label: Literal["agreement", "cosine", "kl"] = Field("agreement", description="label that routers learn to predict")
+    label: Literal["unchanged", "cosine", "kl"] = Field("unchanged", description="label that routers learn to predict")
     convergence_threshold: float = Field(0.98, gt=-1.0, lt=1.0, description="cosine label: similarity above this")
     kl_bound: float = Field(
         0.1, gt=0.0, description="kl label: divergence from the full model's distribution below this, in nats"

@@ -24,7 +24,7 @@ from tide_export.common.progress import duration
 from tide_export.model.source import SourceModel
 
 PROBED_TOKENS = 256  # per sequence
-LABELS = 0.6  # share of the head's time: `agreement` rarely computes all of it
+LABELS = 0.6  # share of the head's time: `unchanged` rarely computes all of it
 MEASURED = 1.5  # in head times: the head with divergence and perplexity
 EPOCHS = 0.8  # share of `router_epochs` after which the loss mostly stops falling
 ROUTER = 5.0  # small matmuls of the router's width per update
@@ -95,7 +95,7 @@ class Costs:
             return source.raw_hidden(part.to(source.device), [depth])[depth][0].float()
 
         def choose(rows: slice) -> torch.Tensor:
-            return predict(source, normalized[rows]).top1()
+            return predict(source, normalized[rows]).likeliest()
 
         with fast_attention(source, ids[0][0].tolist(), [depth]):
             model, hidden = _timed(lambda: torch.cat(list(in_parallel(source, run, ids))))

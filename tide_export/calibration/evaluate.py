@@ -15,8 +15,9 @@ from tide_export.calibration.assessment import Costs, Evaluation, Example
 from tide_export.calibration.collect import Sample
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_router import LabelledHidden, assess
-from tide_export.calibration.labels import Target, blocks, normalize, predict, top1
+from tide_export.calibration.labels import Target, blocks, likeliest, normalize, predict
 from tide_export.calibration.parallel import in_parallel
+from tide_export.common.changed_tokens import added_loss, changed_tokens
 from tide_export.data.sequences import TokenSequence
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
@@ -43,24 +44,24 @@ def evaluate(
     depth, checkpoints = source.num_layers, routers.checkpoints
     shape = sample.kept, len(checkpoints)
     scores, kl = np.empty(shape, np.float32), np.empty(shape, np.float32)
-    labels, agrees = np.empty(shape, bool), np.empty(shape, bool)
-    nll = np.full((sample.kept, len(checkpoints) + 1), np.nan, np.float32)
+    labels, unchanged = np.empty(shape, bool), np.empty(shape, bool)
+    changed, added = np.empty(shape, np.float32), np.empty(shape, np.float32)
 
     def measure(rows: slice) -> slice:
         """Measures all exits of a block of tokens, computing the full model's predictions once."""
         with torch.no_grad():
-            following, known = sample.next_ids[rows].clamp_min(0), sample.next_ids[rows] >= 0
             raw = {layers: sample.raw[layers][rows] for layers in (*checkpoints, depth)}
             full = predict(source, normalize(source, raw[depth]))
-            target, full_top1 = Target(full), full.top1()
-            nll[rows, -1] = torch.where(known, full.nll(following), torch.nan).numpy()
+            target, tokens, full_logits = Target(full), full.likeliest(), full.logits.cpu().numpy()
             for k, layers in enumerate(checkpoints):
                 hidden = normalize(source, raw[layers], routers.lenses.get(layers))
                 here = predict(source, hidden)
                 scores[rows, k] = routers.routers[layers](hidden).numpy()
-                agrees[rows, k] = here.agree(full_top1).numpy()
+                unchanged[rows, k] = here.unchanged(tokens).numpy()
                 kl[rows, k] = target.divergence(here).numpy()
-                nll[rows, k] = torch.where(known, here.nll(following), torch.nan).numpy()
+                logits = here.logits.cpu().numpy()
+                changed[rows, k] = changed_tokens(full_logits, logits, config.temperature)
+                added[rows, k] = added_loss(full_logits, logits, config.temperature)
                 if config.label == "cosine":
                     cosine = torch.cosine_similarity(raw[layers], raw[depth], dim=-1)
                     labels[rows, k] = (cosine > config.convergence_threshold).numpy()
@@ -69,8 +70,9 @@ def evaluate(
     for done in in_parallel(source, measure, blocks(source, sample.kept)):
         advance((done.stop - done.start) / sample.kept)
     if config.label != "cosine":
-        labels = agrees.copy() if config.label == "agreement" else kl < config.kl_bound
-    return Evaluation(depth, checkpoints, scores, labels, agrees, kl, nll, sample.documents.numpy())
+        labels = unchanged.copy() if config.label == "unchanged" else kl < config.kl_bound
+    documents = sample.documents.numpy()
+    return Evaluation(depth, checkpoints, scores, labels, unchanged, kl, changed, added, documents, config.temperature)
 
 
 def report_checkpoints(
@@ -118,14 +120,14 @@ def read_examples(
         scores = torch.stack([routers.routers[c](s) for c, s in zip(checkpoints, hidden, strict=True)], dim=-1)
         taken = exits(scores.numpy(), thresholds)
         hidden.append(normalize(source, raw[depth]))
-        choices = torch.stack([top1(source, one) for one in hidden], dim=-1).numpy()
+        choices = torch.stack([likeliest(source, one) for one in hidden], dim=-1).numpy()
         predicted = choices[np.arange(len(taken)), taken]
         examples.append(
             Example(
                 pieces=tuple(str(tokenizer.decode([token])) for token in ids.tolist()),
                 predicted=tuple(str(tokenizer.decode([int(token)])) for token in predicted),
                 exit_layers=tuple(int(layers) for layers in np.array([*checkpoints, depth])[taken]),
-                agrees=tuple(bool(same) for same in predicted == choices[:, -1]),
+                unchanged=tuple(bool(same) for same in predicted == choices[:, -1]),
             )
         )
     return tuple(examples)

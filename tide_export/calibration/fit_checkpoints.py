@@ -9,7 +9,7 @@ import torch
 from tide_export.calibration.collect import Sample
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fit_router import FittedRouter, LabelledHidden, fit_router
-from tide_export.calibration.labels import may_exit, most_frequent, normalize, top1
+from tide_export.calibration.labels import likeliest, may_exit, most_frequent, normalize
 from tide_export.calibration.parallel import in_parallel
 from tide_export.common.progress import stage
 from tide_export.errors import CalibrationError
@@ -53,13 +53,13 @@ def fit_checkpoints(
         return fit_router(for_training, for_validation, config, layers, shortlist)
 
     with stage("fitting routers", total=2 * len(checkpoints)) as advance:
-        full_top1 = [top1(source, normalize(source, sample.raw[source.num_layers])) for sample in samples]
-        shortlist = _shortlist(source, config, full_top1[0])
+        full_tokens = [likeliest(source, normalize(source, sample.raw[source.num_layers])) for sample in samples]
+        shortlist = _shortlist(source, config, full_tokens[0])
         for layers in checkpoints:
             lens = fitted_lenses.get(layers)
             truth = [
                 may_exit(source, sample, config, layers, normalize(source, sample.raw[layers], lens), tokens)
-                for sample, tokens in zip(samples, full_top1, strict=True)
+                for sample, tokens in zip(samples, full_tokens, strict=True)
             ]
             if _is_one_class(layers, truth[0], config.label):
                 advance(1)
@@ -81,11 +81,11 @@ def fit_checkpoints(
     return RouterSet(routers, {}, lenses), reports
 
 
-def _shortlist(source: SourceModel, config: TideConfig, full_top1: torch.Tensor) -> torch.Tensor | None:
+def _shortlist(source: SourceModel, config: TideConfig, tokens: torch.Tensor) -> torch.Tensor | None:
     """Returns the head's rows [N, D'] of the N most frequent tokens; None for routers of TIDE's form.
 
     Args:
-        full_top1: the full model's top-1 tokens on training text, int64 [n].
+        tokens: the full model's likeliest tokens on training text, int64 [n].
     """
     if config.router_shortlist == 0:
         return None
@@ -93,7 +93,7 @@ def _shortlist(source: SourceModel, config: TideConfig, full_top1: torch.Tensor)
     if rows is None:
         logger.warning("the head of %s is not a matrix: its routers have no shortlist", source.architecture)
         return None
-    return rows[most_frequent(full_top1, len(rows), max(2, config.router_shortlist))].contiguous()
+    return rows[most_frequent(tokens, len(rows), max(2, config.router_shortlist))].contiguous()
 
 
 def _is_one_class(layers: int, labels: torch.Tensor, label: str) -> bool:

@@ -218,13 +218,13 @@ def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: di
         with torch.no_grad():
             last = held_out.raw[source.num_layers][rows]
             full = predict(source, normalize(source, last))
-            target, full_top1 = Target(full), full.top1()
+            target, tokens = Target(full), full.likeliest()
             found = {}
             for layers, fit in fits.items():
                 here = predict(source, translated(layers, fit, rows))
                 kl = target.divergence(here)
-                if config.label == "agreement":
-                    label = here.agree(full_top1)
+                if config.label == "unchanged":
+                    label = here.unchanged(tokens)
                 elif config.label == "kl":
                     label = kl < config.kl_bound
                 else:  # a new lens changes nothing

@@ -1,8 +1,9 @@
 """Computes the labels that routers learn to predict: whether a token may exit at a checkpoint.
 
-`agreement`, the default, is for greedy decoding: the exit's top-1 token is the full model's. `kl` is for sampling: the
-exit's distribution is within a bound of the full model's. `cosine` is TIDE's: the direction of the raw hidden state no
-longer changes. (TIDE compares with a hidden state after the final norm, which mixes direction with normalization.)
+`unchanged`, the default, is for greedy decoding: the exit's likeliest token is the full model's, so no token is
+changed. `kl` is for sampling: the exit's distribution is within a bound of the full model's. `cosine` is TIDE's: the
+direction of the raw hidden state no longer changes. (TIDE compares with a hidden state after the final norm, which mixes
+direction with normalization.)
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from tide_export.routers.router import Lens
 LOGITS_BYTES = 64 << 20  # logits computed at a time; heads with scaling or softcaps hold a few copies of them
 LOGITS_ROWS = 512  # maximum tokens of a block, so that the logits of a small vocabulary stay in the CPU's cache
 NORM_ROWS = 8192  # tokens normalized at a time
-FREQUENT = 1 / 8  # share of the vocabulary that `agreement` compares first
+FREQUENT = 1 / 8  # share of the vocabulary that `unchanged` compares first
 SLACK = 1e-4  # relative to the norms of hidden state and row; far above the rounding of a logit
 
 
@@ -29,12 +30,12 @@ class Predictions:
 
     logits: torch.Tensor
 
-    def top1(self) -> torch.Tensor:
-        """Returns the top-1 tokens, int64 [n]."""
+    def likeliest(self) -> torch.Tensor:
+        """Returns the likeliest tokens, int64 [n]."""
         return self.logits.argmax(-1).cpu()
 
-    def agree(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns whether each of `tokens`, int64 [n], is top-1, bool [n]; faster than `top1`."""
+    def unchanged(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns whether each of `tokens`, int64 [n], is the likeliest, bool [n]; faster than `likeliest`."""
         return (self._of(tokens) == self.logits.amax(-1)).cpu()
 
     def nll(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -74,9 +75,9 @@ def normalize(source: SourceModel, raw: torch.Tensor, lens: Lens | None = None) 
     return torch.cat([part.float().cpu() for part in parts])
 
 
-def top1(source: SourceModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns the head's top-1 tokens, int64 [n], for normalized hidden states [n, D']."""
-    return _by_blocks(source, len(hidden), lambda rows: predict(source, hidden[rows]).top1())
+def likeliest(source: SourceModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns the head's likeliest tokens, int64 [n], for normalized hidden states [n, D']."""
+    return _by_blocks(source, len(hidden), lambda rows: predict(source, hidden[rows]).likeliest())
 
 
 def divergence(source: SourceModel, hidden: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
@@ -86,27 +87,27 @@ def divergence(source: SourceModel, hidden: torch.Tensor, full: torch.Tensor) ->
     )
 
 
-def agreement(source: SourceModel, hidden: torch.Tensor, full_top1: torch.Tensor) -> torch.Tensor:
-    """Returns whether the top-1 token of each row of `hidden` [n, D'] is `full_top1` [n], bool [n].
+def unchanged(source: SourceModel, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns whether the likeliest token of each normalized hidden state [n, D'] is that of `tokens` [n], bool [n].
 
     On a CPU the most frequent tokens are compared first: if one of them is above the full model's token, as for most
     hidden states of early layers, the rest of the head is not computed.
     """
     matrix = head_matrix(source) if source.device.type == "cpu" else None
     if matrix is None:
-        return _by_blocks(source, len(hidden), lambda rows: predict(source, hidden[rows]).agree(full_top1[rows]))
-    frequent = matrix[most_frequent(full_top1, source.vocab_size, int(source.vocab_size * FREQUENT) + 1)]
+        return _by_blocks(source, len(hidden), lambda rows: predict(source, hidden[rows]).unchanged(tokens[rows]))
+    frequent = matrix[most_frequent(tokens, source.vocab_size, int(source.vocab_size * FREQUENT) + 1)]
     norm = matrix.norm(dim=-1).max()
 
-    def agree(rows: slice) -> torch.Tensor:
-        here, truth = hidden[rows], full_top1[rows]
+    def compare(rows: slice) -> torch.Tensor:
+        here, truth = hidden[rows], tokens[rows]
         own = torch.linalg.vecdot(here, matrix[truth]) + SLACK * norm * here.norm(dim=-1)
         left = ((here @ frequent.T).amax(-1) <= own).nonzero()[:, 0]
-        agrees = torch.zeros(len(here), dtype=torch.bool)
-        agrees[left] = predict(source, here[left]).agree(truth[left])
-        return agrees
+        same = torch.zeros(len(here), dtype=torch.bool)
+        same[left] = predict(source, here[left]).unchanged(truth[left])
+        return same
 
-    return _by_blocks(source, len(hidden), agree)
+    return _by_blocks(source, len(hidden), compare)
 
 
 def most_frequent(tokens: torch.Tensor, vocab_size: int, count: int) -> torch.Tensor:
@@ -131,18 +132,18 @@ def head_matrix(source: SourceModel) -> torch.Tensor | None:
 
 @torch.no_grad()
 def may_exit(
-    source: SourceModel, sample: Sample, config: TideConfig, layers: int, exits: torch.Tensor, full_top1: torch.Tensor
+    source: SourceModel, sample: Sample, config: TideConfig, layers: int, exits: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
     """Computes the labels of one checkpoint, bool [n].
 
     Args:
         layers: layers run at the checkpoint.
         exits: normalized hidden states [n, D'] of the exit there.
-        full_top1: the full model's top-1 tokens, int64 [n].
+        tokens: the full model's likeliest tokens, int64 [n].
     """
     last = sample.raw[source.num_layers]
-    if config.label == "agreement":
-        return agreement(source, exits, full_top1)
+    if config.label == "unchanged":
+        return unchanged(source, exits, tokens)
     if config.label == "kl":
         return divergence(source, exits, normalize(source, last)) < config.kl_bound
     return torch.cosine_similarity(sample.raw[layers], last, dim=-1) > config.convergence_threshold

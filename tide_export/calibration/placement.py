@@ -34,12 +34,12 @@ class LayerStatistics:
     """Measurements of n tokens after each of L layers.
 
     Attributes:
-        agrees: bool [n, L], whether the head's top-1 for the hidden state after 1 .. L layers is the full model's.
+        unchanged: bool [n, L], whether the head's likeliest token for the hidden state after 1 .. L layers is full depth's.
         kl: float32 [n, L], KL(full || the head's distribution for that hidden state), nats.
         cosine: float32 [n, L], cosine similarity of the raw hidden state with the last layer's.
     """
 
-    agrees: np.ndarray
+    unchanged: np.ndarray
     kl: np.ndarray
     cosine: np.ndarray
 
@@ -49,8 +49,8 @@ class LayerStatistics:
         def means(columns: np.ndarray) -> tuple[float, ...]:
             return tuple(float(value) for value in columns.mean(axis=0))
 
-        layers = tuple(range(1, self.agrees.shape[1] + 1))
-        return Convergence(layers, means(self.agrees), means(self.kl), means(self.cosine), len(self.agrees))
+        layers = tuple(range(1, self.unchanged.shape[1] + 1))
+        return Convergence(layers, means(~self.unchanged), means(self.kl), means(self.cosine), len(self.unchanged))
 
 
 def place_checkpoints(source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> tuple[int, ...]:
@@ -79,32 +79,32 @@ def measure_layers(
     depth = source.num_layers
     drawn = _draw(sequences, 4 * tokens)  # more tokens than needed, because neighbouring ones resemble each other
     sample = collect(source, drawn, range(1, depth + 1), config, tokens, "looking at the model layer by layer")
-    agrees = np.empty((sample.kept, depth), bool)
-    kl, cosine = np.empty(agrees.shape, np.float32), np.empty(agrees.shape, np.float32)
+    unchanged = np.empty((sample.kept, depth), bool)
+    kl, cosine = np.empty(unchanged.shape, np.float32), np.empty(unchanged.shape, np.float32)
 
     def measure(rows: slice) -> None:
         with torch.no_grad():
             last = sample.raw[depth][rows]
             full = predict(source, normalize(source, last))
-            target, full_top1 = Target(full), full.top1()
+            target, tokens = Target(full), full.likeliest()
             for layers in range(1, depth + 1):
                 raw = sample.raw[layers][rows]
                 here = predict(source, normalize(source, raw)) if layers < depth else full
-                agrees[rows, layers - 1] = here.agree(full_top1).numpy()
+                unchanged[rows, layers - 1] = here.unchanged(tokens).numpy()
                 kl[rows, layers - 1] = target.divergence(here).numpy()
                 cosine[rows, layers - 1] = torch.cosine_similarity(raw, last, dim=-1).numpy()
 
     for _ in in_parallel(source, measure, blocks(source, sample.kept)):
         pass
-    return LayerStatistics(agrees, kl, cosine)
+    return LayerStatistics(unchanged, kl, cosine)
 
 
 def choose_checkpoints(statistics: LayerStatistics, costs: Costs, min_layers: int) -> tuple[int, ...]:
     """Adds checkpoints greedily, the best first, as long as one saves more than it costs.
 
-    A token may exit at a layer if its prediction agrees there and after all deeper layers: agreement that is lost again
-    is chance, which no router can predict. Every router is assumed to find the same share `RECALL` of these tokens,
-    because routers read similar hidden states. A checkpoint costs its router (and lens) for every token that reaches
+    A token may exit at a layer if it is unchanged there (greedy) and after all deeper layers: a prediction that is lost
+    again is chance, which no router can predict. Every router is assumed to find the same share `RECALL` of these
+    tokens, because routers read similar hidden states. A checkpoint costs its router (and lens) for every token that reaches
     it, and a branch in the graph.
 
     Args:
@@ -114,8 +114,8 @@ def choose_checkpoints(statistics: LayerStatistics, costs: Costs, min_layers: in
     Raises:
         CalibrationError: no checkpoint saves more than it costs.
     """
-    depth = statistics.agrees.shape[1]
-    settled = np.logical_and.accumulate(statistics.agrees[:, ::-1], axis=1)[:, ::-1]
+    depth = statistics.unchanged.shape[1]
+    settled = np.logical_and.accumulate(statistics.unchanged[:, ::-1], axis=1)[:, ::-1]
     router = (costs.router + costs.lens) / costs.layer
 
     def saved(chosen: Sequence[int]) -> float:

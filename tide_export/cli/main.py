@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tide_export")
 
 # Fields of `TideConfig` that export uses when the routers are already fitted.
-EXPORT_FIELDS = {"epsilon", "exit_threshold", "min_layers", "max_pending"}
+EXPORT_FIELDS = {"epsilon", "perplexity_epsilon", "exit_threshold", "min_layers", "max_pending"}
 EXPORT_FIELDS |= {"kv_cache_strategy", "kv_cache", "compaction_threshold"}
 QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}  # gptq reads text
 

@@ -9,12 +9,13 @@ from typing import NoReturn
 from tide_export.bundle.manifest import FLAVOURS, NETWORK_MATRICES, NETWORK_PRECISIONS, TARGETS, WEIGHTS
 from tide_export.cli.adapt import add_adapt_options
 from tide_export.cli.draft import add_draft_options
-from tide_export.cli.fields import field_option, whole_numbers, yes_or_no
+from tide_export.cli.fields import field_option, yes_or_no
 from tide_export.cli.generate import add_prompt_options, add_sampling_options
 from tide_export.cli.hub import add_pull_options, add_push_options
 from tide_export.cli.inspect import add_inspect_options
 from tide_export.cli.serve import add_serve_options
 from tide_export.cli.triton import add_triton_options
+from tide_export.cli.tune import add_tune_options
 from tide_export.common.version import __version__
 from tide_export.thresholds.resolve import MODES
 
@@ -100,7 +101,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_adapt(commands, config: bool) -> None:
-    parser = _command(commands, "adapt", "Train a model to agree early with its last layer.", SPEC_HELP)
+    parser = _command(commands, "adapt", "Train a model to exit early with few changed tokens.", SPEC_HELP)
     _add_trust(parser)
     add_adapt_options(parser, config)
 
@@ -225,8 +226,11 @@ def _add_validate(commands) -> None:
         nargs="?",
         const=QUALITY_TOKENS,
         metavar="N",
-        help="measure perplexity and top-1 agreement with full depth on N tokens of text that the routers have not "
+        help="measure changed tokens and the change of perplexity on N tokens of text that the routers have not "
         f"seen ({QUALITY_TOKENS})",
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="of --quality: at which tokens are compared, 0 for greedy (.8)"
     )
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--provider", help="check only this engine (the graph and the segment networks, on the CPU)")
@@ -239,52 +243,12 @@ def _add_tune(commands) -> None:
     parser = _command(
         commands,
         "tune",
-        "Find and store thresholds with a guarantee of how often a token differs from full depth; or, with --mode "
+        "Find and store thresholds with a guarantee of how many tokens are changed; or, with --mode "
         "lossless, the fastest drafting settings on this machine.",
         SPEC_HELP,
     )
-    parser.add_argument("bundle", metavar="BUNDLE")
-    parser.add_argument("--dataset", required=True, metavar="SPEC", help="text the routers have not seen")
-    parser.add_argument(
-        "--mode", choices=["exit", "lossless"], help="exit: certify thresholds; lossless: tune drafting (exit)"
-    )
-    parser.add_argument("--epsilon", type=float, metavar="X", help="share of tokens that may differ; required for exit")
-    parser.add_argument("--delta", type=float, metavar="X", help="risk that the guarantee is wrong; required for exit")
-    parser.add_argument("--model", metavar="MODEL", help="check that the bundle was made from this model's weights")
     _add_trust(parser)
-    parser.add_argument(
-        "--prompts", type=int, metavar="N", help="maximum prompts, a third of them to choose with (600; lossless 48)"
-    )
-    parser.add_argument(
-        "--prompts-per-document",
-        type=int,
-        metavar="N",
-        help="maximum; above 1 the guarantee is about the tested documents (1; lossless 4)",
-    )
-    parser.add_argument(
-        "--prompt-length",
-        type=int,
-        metavar="N",
-        help="tokens before the first scored or generated one (32; lossless 48)",
-    )
-    parser.add_argument("--positions", type=int, metavar="N", help="tokens scored per prompt; only exit (32)")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens generated per prompt; only lossless (64)")
-    parser.add_argument(
-        "--temperature", type=float, metavar="X", help="sampling temperature, 0 for greedy; only lossless (.8)"
-    )
-    parser.add_argument(
-        "--min-layers", type=int, metavar="N", help="checkpoints with fewer layers never exit (the bundle's)"
-    )
-    parser.add_argument(
-        "--slots",
-        type=whole_numbers,
-        metavar="N,N",
-        help="concurrent sequences, 2 or more, for which the mode's speed is measured too (none)",
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the choice of prompts (0)")
-    parser.add_argument("--threads", type=int, metavar="N")
-    parser.add_argument("--dry-run", action="store_true", help="do not change the bundle")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_tune_options(parser)
 
 
 def _add_generate(commands) -> None:

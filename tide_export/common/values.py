@@ -50,6 +50,18 @@ def real_number(name: str, value: Any, error: type[TideError] = GenerationError)
     return number
 
 
+def not_negative(name: str, value: Any, error: type[TideError] = GenerationError) -> float:
+    """Returns `value` as a finite float, 0 or more.
+
+    Raises:
+        error: it is not; the message names it `name`.
+    """
+    number = real_number(name, value, error)
+    if number < 0:
+        raise error(f"{name} must be a finite number, 0 or more, not {value!r}")
+    return number
+
+
 class Limits(NamedTuple):
     """The numbers that an option may be: from `low` on, or only above it, to `high`."""
 

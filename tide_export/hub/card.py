@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData, ModelInfo
 
-from tide_export.bundle.auto_mode import AutoMode
+from tide_export.bundle.auto_mode import AutoMode, bounds
 from tide_export.bundle.file_names import REPORT_FILE, TEMPLATE_FILE
 from tide_export.bundle.inspect import describe_bundle
 from tide_export.bundle.manifest import Manifest
@@ -110,14 +110,22 @@ def _commands(manifest: Manifest, repo: str, revision: str | None) -> str:
 def _quality(manifest: Manifest, tuning_in_force: bool) -> str:
     """Returns the section of the thresholds that `calibrate` chose and the guarantee of `tune`."""
     depth, record = manifest.model.num_layers, manifest.calibration or {}
-    points = record.get("operating_points") or []
+    points = [p for p in record.get("operating_points") or [] if p["epsilon"] == p.get("perplexity_epsilon")]
     parts = ["## Quality"]
     if points:
-        headers = ["tokens that may change", "changed", f"layers of {depth}", "operations saved", "thresholds"]
+        headers = [
+            "at most, of both",
+            "changed tokens",
+            "change of perplexity",
+            f"layers of {depth}",
+            "operations saved",
+            "thresholds",
+        ]
         rows = [
             [
                 percent(point["epsilon"], 1),
-                percent(point["changed"], 1),
+                f"{percent(point['changed'], 1)} ± {percent(point['changed_error'], 1)}",
+                f"{100 * point['perplexity']:+.1f} ± {percent(point['perplexity_error'], 1)}",
                 f"{point['layers']:.1f}",
                 percent(point["saved"], 1),
                 ", ".join(f"{t:.3f}" if t < 1 else "off" for t in point["thresholds"]),
@@ -126,14 +134,16 @@ def _quality(manifest: Manifest, tuning_in_force: bool) -> str:
         ]
         parts += [
             "Thresholds chosen on one half of held-out text; all else was measured on the other half "
-            f"({points[0]['tokens']:,} tokens). A token is changed where the most likely one is not the full model's.",
+            f"({points[0]['tokens']:,} tokens). A token is changed where another one than full depth's is drawn with "
+            f"the same noise at temperature {points[0]['temperature']:g} (0: where another one is likeliest); "
+            "perplexity is that of full depth's own tokens.",
             _table(headers, rows),
         ]
     if tuning_in_force and manifest.tuning is not None:
         tuning = manifest.tuning
         parts.append(
             f"The bundle's own thresholds are certified: with probability {1 - tuning['delta']:g} at most "
-            f"{percent(tuning['epsilon'], 1)} of the tokens of such text differ from the full model's "
+            f"{percent(tuning['epsilon'], 1)} changed tokens on such text "
             f"({tuning['layers_per_token']:.1f} of {depth} layers per token)."
         )
     return "\n\n".join(parts) if len(parts) > 1 else ""
@@ -143,7 +153,7 @@ def _speed(auto: AutoMode | None) -> str:
     """Returns the section of the measured speed of modes `exit` and `lossless`; empty if not measured."""
     if auto is None:
         return ""
-    share = f"at most {percent(auto.epsilon, 1)} of the tokens change"
+    share = bounds(auto)
     gains = [("exit", auto.exit_speedup, share), ("lossless", auto.lossless_speedup, "the full model's tokens")]
     rows = [
         [f"{mode} (auto)" if mode == auto.mode else mode, f"{speed:.2f}x", tokens]

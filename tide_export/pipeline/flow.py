@@ -49,7 +49,7 @@ def export(request: ExportRequest) -> Path:
         if request.validate:
             with stage("checking the graph against the model"):
                 check_export(folder, manifest, references)
-        auto = measure_auto(folder, manifest, request.config.epsilon)
+        auto = measure_auto(folder, manifest, request.config.epsilon, request.config.perplexity_epsilon)
         write_manifest(folder, replace(manifest, auto=auto), manifest.files)
     return Path(request.output)
 

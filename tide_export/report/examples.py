@@ -30,19 +30,19 @@ def legend(checkpoints: Sequence[int], depth: int) -> str:
 
 def passage(example: Example, checkpoints: Sequence[int], depth: int) -> str:
     """Returns one passage as HTML."""
-    tokens = zip(example.pieces, example.predicted, example.exit_layers, example.agrees, strict=True)
+    tokens = zip(example.pieces, example.predicted, example.exit_layers, example.unchanged, strict=True)
     parts = [_token(*token, checkpoints, depth) for token in tokens]
     return f'<div class="passage">{"".join(parts)}</div>'
 
 
-def _token(piece: str, predicted: str, layers: int, agrees: bool, checkpoints: Sequence[int], depth: int) -> str:
+def _token(piece: str, predicted: str, layers: int, unchanged: bool, checkpoints: Sequence[int], depth: int) -> str:
     exited = layers in checkpoints
     classes = [f"c{checkpoints.index(layers)}" if exited else "full"]
-    if not agrees:
+    if not unchanged:
         classes.append("wrong")
     if piece.startswith("\n"):
         classes.append("br")  # an empty line would show no colour
     where = f"layer {layers} of {depth}" if exited else f"all {depth} layers"
-    whose = "the full model's choice" if agrees else "not the full model's choice"
+    whose = "the full model's choice" if unchanged else "not the full model's choice"
     title = escaped(f"next: {made_visible(predicted)} from {where}, {whose}")
     return f'<span class="{" ".join(classes)}" title="{title}">{escaped(piece)}</span>'

@@ -10,26 +10,26 @@ import numpy as np
 
 from tide_export.calibration.assessment import Assessment, Costs, Evaluation, Outcome
 from tide_export.calibration.calibration_error import Reliability, reliability
+from tide_export.calibration.operating_points import EPSILONS
 from tide_export.errors import CalibrationError
-from tide_export.thresholds.pareto import Point, cheapest, constant_routers, frontier, measure
+from tide_export.thresholds.pareto import Point, constant_routers, frontier, measure, undominated
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
-TARGETS = (0.995, 0.99, 0.98, 0.95, 0.90)
 SMALLER_HALF = 0.25  # of all tokens; with less, one document is nearly all of the text
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Thresholds chosen for a target agreement, and their result on the other half.
+    """Thresholds chosen for a bound of changed tokens and of perplexity, and their result on the other half.
 
     Attributes:
-        target: the agreement on the half they were chosen on.
+        epsilon: largest share of changed tokens, and change of perplexity, on the half they were chosen on.
         outcome: the result on the other half.
         flops: operations per token, routers and lenses included.
         efficiency: layers saved relative to those a perfect router saves; NaN if that saves none.
     """
 
-    target: float
+    epsilon: float
     outcome: Outcome
     flops: float
     efficiency: float
@@ -42,7 +42,7 @@ class RouterFinding:
     Attributes:
         checkpoint: layers before it.
         threshold: the bundle's default; at 1 nothing exits.
-        agreement: share of tokens for which this exit gives the full model's.
+        changed: share of changed tokens if every token exits here.
         positive_rate: share of tokens that may exit by the label.
         mean_score: mean of the scores.
         recall_curve, precision_curve: at every distinct threshold, from the highest; empty if none may exit.
@@ -52,7 +52,7 @@ class RouterFinding:
 
     checkpoint: int
     threshold: float
-    agreement: float
+    changed: float
     positive_rate: float
     mean_score: float
     recall_curve: np.ndarray
@@ -75,7 +75,7 @@ class Findings:
         curve: the best thresholds from careful to bold, chosen on one half, measured on the other.
         sweep: one threshold for all checkpoints, measured on the same half as `curve`.
         fixed: per checkpoint, all tokens exit there without a router: the naive baseline.
-        perfect: every token exits at the first checkpoint that agrees.
+        perfect: every token exits at the first checkpoint whose likeliest token is full depth's.
         default: the bundle's thresholds on all held-out tokens.
         default_measured: the bundle's thresholds on the measured half, to compare with the curves.
         routers: one per checkpoint.
@@ -97,9 +97,9 @@ class Findings:
     routers: tuple[RouterFinding, ...]
     warnings: tuple[str, ...]
 
-    def choice(self, target: float) -> Choice:
-        """Returns the choice for one of `TARGETS`."""
-        return next(choice for choice in self.choices if choice.target == target)
+    def choice(self, epsilon: float) -> Choice:
+        """Returns the choice for one of `EPSILONS`."""
+        return next(choice for choice in self.choices if choice.epsilon == epsilon)
 
 
 def investigate(assessment: Assessment) -> Findings:
@@ -113,14 +113,16 @@ def investigate(assessment: Assessment) -> Findings:
         raise CalibrationError("a report needs at least two held-out tokens: calibrate on more text")
     chosen_on, measured_on, unit = halves(evaluation)
     depth, checkpoints = evaluation.num_layers, evaluation.checkpoints
-    path = candidates(chosen_on)
+    points = candidates(chosen_on)
+    tried = [chosen_on.outcome(point.thresholds) for point in points]
     perfect = perfect_outcome(measured_on)
 
-    def choose(target: float) -> Choice:
-        outcome = measured_on.outcome(cheapest(path, target).thresholds)
+    def choose(epsilon: float) -> Choice:
+        kept = [one for one in tried if max(one.change.changed, one.change.perplexity) <= epsilon]
+        outcome = measured_on.outcome(min(kept, key=lambda one: one.layers).thresholds)
         possible = depth - perfect.layers
         efficiency = (depth - outcome.layers) / possible if possible > 0 else float("nan")
-        return Choice(target, outcome, costs.per_token(outcome, checkpoints), efficiency)
+        return Choice(epsilon, outcome, costs.per_token(outcome, checkpoints), efficiency)
 
     return Findings(
         unit=unit,
@@ -128,8 +130,8 @@ def investigate(assessment: Assessment) -> Findings:
         chosen_on=len(chosen_on.documents),
         measured_on=len(measured_on.documents),
         full_flops=costs.layer * depth + costs.head,
-        choices=tuple(choose(target) for target in TARGETS),
-        curve=tuple(measured_on.outcome(point.thresholds) for point in path),
+        choices=tuple(map(choose, EPSILONS)),
+        curve=tuple(measured_on.outcome(point.thresholds) for point in undominated(points)),
         sweep=tuple(measured_on.outcome([t] * len(checkpoints)) for t in sweep_thresholds(measured_on.scores)),
         fixed=tuple(fixed_outcome(measured_on, k) for k in range(len(checkpoints))),
         perfect=perfect,
@@ -156,30 +158,31 @@ def halves(evaluation: Evaluation) -> tuple[Evaluation, Evaluation, str]:
             first.append(int(documents[i]))
     if min(filled) >= SMALLER_HALF * len(evaluation.documents):
         chosen = np.isin(evaluation.documents, first)
-        return _rows(evaluation, chosen), _rows(evaluation, ~chosen), "documents"
+        return evaluation.part(chosen), evaluation.part(~chosen), "documents"
     chosen = np.arange(len(evaluation.documents)) < len(evaluation.documents) // 2
-    return _rows(evaluation, chosen), _rows(evaluation, ~chosen), "tokens"
+    return evaluation.part(chosen), evaluation.part(~chosen), "tokens"
 
 
 def candidates(evaluation: Evaluation) -> list[Point]:
-    """Returns the Pareto-optimal settings for these tokens, from careful to bold.
+    """Returns settings for these tokens, at which a token's loss is its change plus the log-loss that it adds.
 
-    Single thresholds are added to those of `frontier`, which finds only the convex hull: settings between two others
-    that are worse than a random mixture of both are missing.
+    The first exits nowhere. Those of `frontier` are for that loss and for changed tokens alone; single thresholds are
+    added, because `frontier` finds only the convex hull: settings between two others that are worse than a random
+    mixture of both are missing.
     """
-    known = evaluation.scores, evaluation.agrees, evaluation.checkpoints, evaluation.num_layers
-    single = [[float(t)] * len(evaluation.checkpoints) for t in sweep_thresholds(evaluation.scores)]
-    points = frontier(*known) + [measure(*known, thresholds) for thresholds in single]
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.layers, -p.agreement)):
-        if not kept or point.agreement > kept[-1].agreement:
-            kept.append(point)
-    return kept[::-1]
+    changed, losses = evaluation.changed, evaluation.changed + evaluation.added.clip(0)
+    layers = evaluation.checkpoints, evaluation.num_layers
+    tried = [[MAX_THRESHOLD] * len(evaluation.checkpoints)]
+    tried += [[float(t)] * len(evaluation.checkpoints) for t in sweep_thresholds(evaluation.scores)]
+    tried += [
+        list(point.thresholds) for one in (changed, losses) for point in frontier(evaluation.scores, one, *layers)
+    ]
+    return [measure(evaluation.scores, losses, *layers, thresholds) for thresholds in tried]
 
 
 def perfect_outcome(evaluation: Evaluation) -> Outcome:
-    """Computes the result if every token exits at the first checkpoint whose top-1 is the full model's."""
-    knowing = replace(evaluation, scores=evaluation.agrees.astype(np.float32))
+    """Computes the result if every token exits at the first checkpoint whose likeliest token is full depth's."""
+    knowing = replace(evaluation, scores=evaluation.unchanged.astype(np.float32))
     return knowing.outcome([0.5] * len(evaluation.checkpoints))
 
 
@@ -224,7 +227,7 @@ def _router(evaluation: Evaluation, k: int, threshold: float) -> RouterFinding:
     return RouterFinding(
         checkpoint=evaluation.checkpoints[k],
         threshold=float(threshold),
-        agreement=float(evaluation.agrees[:, k].mean()),
+        changed=float(evaluation.changed[:, k].mean()),
         positive_rate=float(labels.mean()),
         mean_score=float(scores.mean()),
         recall_curve=recall_curve,
@@ -232,16 +235,4 @@ def _router(evaluation: Evaluation, k: int, threshold: float) -> RouterFinding:
         precision=right / float(exited.sum()) if exited.any() else float("nan"),
         recall=right / float(labels.sum()) if labels.any() else float("nan"),
         reliability=reliability(scores, labels),
-    )
-
-
-def _rows(evaluation: Evaluation, rows: np.ndarray) -> Evaluation:
-    return replace(
-        evaluation,
-        scores=evaluation.scores[rows],
-        labels=evaluation.labels[rows],
-        agrees=evaluation.agrees[rows],
-        kl=evaluation.kl[rows],
-        nll=evaluation.nll[rows],
-        documents=evaluation.documents[rows],
     )

@@ -3,39 +3,41 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tide_export.calibration.assessment import Assessment, Outcome
+from tide_export.calibration.assessment import Assessment
 from tide_export.report.findings import Choice, Findings
-from tide_export.report.sentence import HEADLINE_TARGET, saved_share
+from tide_export.report.sentence import HEADLINE, saved_share
 from tide_export.report.wording import MISSING, change, escaped, flops, number, percent, threshold
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 
 def quality_table(assessment: Assessment, findings: Findings) -> str:
-    """Returns a table with one row per target agreement, and one for the model without exits."""
+    """Returns a table with one row per bound, and one for the model without exits."""
     depth, checkpoints = assessment.evaluation.num_layers, assessment.evaluation.checkpoints
     headers = [
-        "tokens to keep", "kept", "layers per token", "layers saved", "router efficiency", "compute per token",
-        "of full", "mean KL, nats", "change of perplexity", *[f"leave after {c}" for c in checkpoints],
-        f"run all {depth}", f"thresholds at {', '.join(map(str, checkpoints))}",
+        "at most, of both", "changed tokens", "change of perplexity", "layers per token", "layers saved",
+        "router efficiency", "compute per token", "of full", "mean KL, nats",
+        *[f"leave after {c}" for c in checkpoints], f"run all {depth}",
+        f"thresholds at {', '.join(map(str, checkpoints))}",
     ]  # fmt: skip
-    nothing_leaves = Outcome((1.0,) * len(checkpoints), 1.0, float(depth), 0.0, 0.0, (0.0,) * len(checkpoints))
-    full = Choice(1.0, nothing_leaves, findings.full_flops, float("nan"))
+    nothing_leaves = assessment.evaluation.outcome((MAX_THRESHOLD,) * len(checkpoints))
+    full = Choice(0.0, nothing_leaves, findings.full_flops, float("nan"))
     rows = [["no exits", *_measured(full, findings.full_flops, depth), MISSING]]
     for choice in findings.choices:
         thresholds = ", ".join(map(threshold, choice.outcome.thresholds))
-        rows.append([percent(choice.target), *_measured(choice, findings.full_flops, depth), thresholds])
-    headline = 1 + [choice.target for choice in findings.choices].index(HEADLINE_TARGET)
+        rows.append([percent(choice.epsilon), *_measured(choice, findings.full_flops, depth), thresholds])
+    headline = 1 + [choice.epsilon for choice in findings.choices].index(HEADLINE)
     return html_table(headers, rows, headline)
 
 
 def routers_table(findings: Findings) -> str:
     """Returns a table with one row per checkpoint."""
     headers = [
-        "checkpoint", "exit agrees with the full model", "may leave (label)", "mean score", "calibration error (ECE)",
+        "checkpoint", "changed tokens if all leave here", "may leave (label)", "mean score", "calibration error (ECE)",
         "default threshold", "precision there", "recall there", "tokens that leave here",
     ]  # fmt: skip
     rows = [
         [
-            f"after {r.checkpoint}", percent(r.agreement), percent(r.positive_rate), percent(r.mean_score),
+            f"after {r.checkpoint}", percent(r.changed), percent(r.positive_rate), percent(r.mean_score),
             percent(r.reliability.error), threshold(r.threshold), percent(r.precision), percent(r.recall),
             percent(share),
         ]
@@ -76,14 +78,14 @@ def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], headline: 
 def _measured(choice: Choice, full_flops: float, depth: int) -> list[str]:
     outcome = choice.outcome
     return [
-        percent(outcome.agreement),
+        f"{percent(outcome.change.changed)} ± {percent(outcome.change.changed_error)}",
+        f"{change(outcome.change.perplexity)} ± {percent(outcome.change.perplexity_error)}",
         number(outcome.layers, 2),
         percent(saved_share(choice, depth)),
         percent(choice.efficiency, 0),
         flops(choice.flops),
         percent(choice.flops / full_flops),
         number(outcome.kl, 4),
-        change(outcome.perplexity_change),
         *map(percent, outcome.exit_shares),
         percent(1 - sum(outcome.exit_shares)),
     ]

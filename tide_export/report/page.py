@@ -15,7 +15,7 @@ from tide_export.report.drafts import BEGIN, END
 from tide_export.report.examples import colours_css, legend, passage
 from tide_export.report.findings import Findings
 from tide_export.report.html_tables import lens_reports, quality_table, record_tables, routers_table
-from tide_export.report.sentence import HEADLINE_TARGET, Verdict, default_sentence, saved_share
+from tide_export.report.sentence import HEADLINE, Verdict, default_sentence, saved_share, within
 from tide_export.report.theme import DARK, LIGHT
 from tide_export.report.wording import change, counted, escaped, flops, number, percent
 
@@ -52,20 +52,20 @@ def render(assessment: Assessment, findings: Findings, verdict: Verdict) -> str:
 
 def _top(assessment: Assessment, findings: Findings, verdict: Verdict, title: str) -> str:
     depth = assessment.evaluation.num_layers
-    choice = findings.choice(HEADLINE_TARGET)
+    choice = findings.choice(HEADLINE)
     tiles = [
         (f"{number(choice.outcome.layers)} of {depth}", "layers per token"),
         (percent(saved_share(choice, depth)), "layers saved"),
         (percent(1 - choice.flops / findings.full_flops), "compute saved"),
-        (percent(choice.outcome.agreement), "tokens kept, measured"),
-        (change(choice.outcome.perplexity_change), "change of perplexity"),
+        (percent(choice.outcome.change.changed), "changed tokens, measured"),
+        (change(choice.outcome.change.perplexity), "change of perplexity"),
     ]
     shown = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(what)}</span></li>" for value, what in tiles)
     advice = f'<p class="warn">{escaped(verdict.advice)}</p>' if verdict.advice else ""
     return (
         f'<header><h1>{escaped(title)}</h1><p class="lead">{escaped(verdict.sentence)}</p>{advice}'
         f'<ul class="tiles">{shown}</ul></header>'
-        f'<p class="note">At the choice that keeps {percent(HEADLINE_TARGET, 0)} of the tokens. Layers and compute are '
+        f'<p class="note">At the choice for {within(HEADLINE)}. Layers and compute are '
         "averages over single next-token predictions; the time they save is measured by "
         "<code>tide-export bench</code>, since tokens that go deep take the waiting ones along.</p>"
     )
@@ -78,9 +78,8 @@ def _equal_quality(assessment: Assessment, findings: Findings) -> str:
             f"Thresholds were chosen on one half of the held-out documents ({counted(findings.chosen_on, 'token')}), "
             "and every other number in the table was measured on the other half "
             f"({counted(findings.measured_on, 'token')}; {counted(findings.documents, 'document')} and "
-            f"{counted(total, 'token')} in all). What is kept can therefore be a little less, or more, than what was "
-            "asked for; measured where they were chosen, thresholds "
-            "look better than they are."
+            f"{counted(total, 'token')} in all). What is changed can therefore be a little more, or less, than what "
+            "was asked for; measured where they were chosen, thresholds look better than they are."
         )
     else:
         those = "only one document" if findings.documents == 1 else "one document that is nearly all of it"
@@ -95,13 +94,14 @@ def _equal_quality(assessment: Assessment, findings: Findings) -> str:
     return (
         "<section><h2>At equal quality</h2>"
         f"<p>{escaped(how)}</p>{rough}{quality_table(assessment, findings)}"
-        f'<p class="note">“Kept” is the share of tokens whose most likely token is the full model\'s. A perfect router '
-        "lets every token leave at the first checkpoint that agrees with the full model, and no other: it would run "
-        f"{number(perfect.layers, 2)} layers per token and keep every token. Router efficiency is the layers saved "
-        "over those a perfect router saves; it can exceed 100 % where tokens may change, which a perfect router never "
-        "does. Compute counts two floating-point operations for a multiplication with an addition; attention over the "
-        "cache is not counted, the routers and lenses passed are. Min_layers is not applied here: all checkpoints may "
-        "be used.</p></section>"
+        f'<p class="note">Changed tokens are the share of positions at which another token than full depth\'s is drawn '
+        f"with the same noise at temperature {perfect.change.temperature:g} (0: another token is likeliest); the "
+        "change of perplexity is that of full depth's own tokens. Errors are standard errors over documents. A perfect "
+        "router lets every token leave at the first checkpoint whose likeliest token is the full model's: it would run "
+        f"{number(perfect.layers, 2)} layers per token. Router efficiency is the layers saved "
+        "over those a perfect router saves; it can exceed 100 % where tokens may change. Compute counts two "
+        "floating-point operations for a multiplication with an addition; attention over the cache is not counted, the "
+        "routers and lenses passed are. Min_layers is not applied here: all checkpoints may be used.</p></section>"
     )
 
 
@@ -121,10 +121,10 @@ def _default(assessment: Assessment, findings: Findings) -> str:
 
 def _costs(assessment: Assessment, findings: Findings) -> str:
     panels = [
-        (plots.quality_panel(assessment, findings, "agreement", "layers", close=True), "Close-up of agreement"),
-        (plots.quality_panel(assessment, findings, "agreement", "flops", close=True), "Close-up of agreement, compute"),
+        (plots.quality_panel(assessment, findings, "changed", "layers", close=True), "Changed tokens, close up"),
+        (plots.quality_panel(assessment, findings, "changed", "flops", close=True), "The same over compute"),
     ]
-    names = {"agreement": "Agreement", "kl": "KL divergence", "perplexity_change": "Change of perplexity"}
+    names = {"changed": "Changed tokens", "kl": "KL divergence", "perplexity": "Change of perplexity"}
     for quality, name in names.items():
         for cost, against in (("layers", "layers"), ("flops", "compute")):
             panel = plots.quality_panel(assessment, findings, quality, cost)
@@ -140,14 +140,14 @@ def _costs(assessment: Assessment, findings: Findings) -> str:
 
 def _convergence(assessment: Assessment) -> str:
     panels = [
-        (plots.convergence_panel(assessment, "agreement"), "Agreement of each layer with the full model"),
+        (plots.convergence_panel(assessment, "changed"), "Changed tokens by layer"),
         (plots.convergence_panel(assessment, "cosine"), "Cosine similarity of each layer with the last"),
         (plots.convergence_panel(assessment, "kl"), "KL divergence of each layer from the full model"),
     ]
     return (
         "<section><h2>How early the answer is there</h2>"
         "<p>The final norm and head on every layer's own state, without any lens, on "
-        f"{counted(assessment.convergence.tokens, 'token')}: where agreement rises is where checkpoints pay.</p>"
+        f"{counted(assessment.convergence.tokens, 'token')}: where changed tokens fall is where checkpoints pay.</p>"
         f"{_panels(panels)}</section>"
     )
 

@@ -51,10 +51,10 @@ def overview(assessment: Assessment, findings: Findings, sentence: str) -> bytes
         answer = textwrap.fill(sentence.replace(NARROW, " "), 150)
         figure.suptitle(answer, x=0.01, ha="left", fontsize=13, parse_math=False)
         panels = [
-            quality_panel(assessment, findings, "agreement", "layers", close=True),
+            quality_panel(assessment, findings, "changed", "layers", close=True),
             quality_panel(assessment, findings, "kl", "layers"),
             exits_panel(assessment, findings),
-            convergence_panel(assessment, "agreement"),
+            convergence_panel(assessment, "changed"),
             precision_recall_panel(findings),
             reliability_panel(findings.routers),
         ]
@@ -64,11 +64,11 @@ def overview(assessment: Assessment, findings: Findings, sentence: str) -> bytes
 
 
 def convergence_panel(assessment: Assessment, what: str) -> Panel:
-    """Plots `agreement`, `cosine` or `kl` over layers run, with the checkpoints marked."""
+    """Plots `changed`, `cosine` or `kl` over layers run, with the checkpoints marked."""
     convergence = assessment.convergence
     values = np.asarray(getattr(convergence, what), dtype=float)
     titles = {
-        "agreement": ("Top-1 of each layer's state", "tokens equal to the full model's"),
+        "changed": ("Likeliest token of each layer's state", "changed tokens, greedy"),
         "cosine": ("Direction of each layer's state", "cosine similarity with the last layer"),
         "kl": ("Distribution of each layer's state", "KL divergence from the full model, nats"),
     }
@@ -81,7 +81,7 @@ def convergence_panel(assessment: Assessment, what: str) -> Panel:
         axes.plot(convergence.layers, values, color=theme.best, marker="o", markersize=4)
         axes.set(title=titles[what][0], xlabel="layers run", ylabel=titles[what][1])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if what == "agreement":
+        if what == "changed":
             axes.yaxis.set_major_formatter(PERCENT)
             axes.set_ylim(-0.02, 1.04)
         elif what == "kl":
@@ -189,20 +189,20 @@ def reliability_panel(routers: Sequence[RouterFinding], shown: int | None = None
 
 
 def quality_panel(assessment: Assessment, findings: Findings, quality: str, cost: str, close: bool = False) -> Panel:
-    """Plots a quality (`agreement`, `kl`, `perplexity_change`) over a cost (`layers`, `flops`) per token.
+    """Plots a quality (`changed`, `perplexity`, `kl`) over a cost (`layers`, `flops`) per token.
 
     Args:
-        close: show only the range where most tokens are kept.
+        close: show only the range where few tokens are changed.
     """
     titles = {
-        "agreement": "Tokens kept",
+        "changed": "Changed tokens",
         "kl": "Distance from the full model",
-        "perplexity_change": "Perplexity of the text",
+        "perplexity": "Perplexity of full depth's tokens",
     }
     labels = {
-        "agreement": "tokens equal to the full model's",
+        "changed": "changed tokens",
         "kl": "mean KL divergence, nats",
-        "perplexity_change": "change of perplexity",
+        "perplexity": "change of perplexity",
     }
     depth, checkpoints, costs = assessment.evaluation.num_layers, assessment.evaluation.checkpoints, assessment.costs
     scale = 10 ** (3 * int(np.log10(max(findings.full_flops, 1.0)) // 3))
@@ -215,22 +215,12 @@ def quality_panel(assessment: Assessment, findings: Findings, quality: str, cost
         return [price(outcome) / scale for outcome in outcomes]
 
     def y(outcomes: Sequence[Outcome]) -> list[float]:
-        return [getattr(outcome, quality) for outcome in outcomes]
+        return [outcome.kl if quality == "kl" else getattr(outcome.change, quality) for outcome in outcomes]
 
     def draw(axes: Axes, theme: Theme) -> None:
         axes.set_title(f"{titles[quality]}{', close up' if close else ''}")
         axes.set_xlabel("mean layers per token" if cost == "layers" else f"{unit} per token")
         axes.set_ylabel(labels[quality])
-        if not np.isfinite(y(findings.curve)).any():
-            axes.text(
-                0.5,
-                0.5,
-                "no held-out token has a known successor:\nno perplexity",
-                ha="center",
-                transform=axes.transAxes,
-            )
-            axes.set(xticks=[], yticks=[])
-            return
         full = depth if cost == "layers" else findings.full_flops / scale
         axes.axvline(full, color=theme.faint, linewidth=1)
         axes.plot(
@@ -249,15 +239,15 @@ def quality_panel(assessment: Assessment, findings: Findings, quality: str, cost
         axes.plot(x(perfect, False), y(perfect), "*", label="a perfect router", **_dot(theme.perfect, theme, 14))
         axes.set_xlim(0, 1.04 * full)
         _quality_axis(axes, quality, close)
-        axes.legend(loc="lower right" if quality == "agreement" and not close else "lower left")
+        axes.legend(loc="upper right" if quality == "changed" and not close else "upper left")
 
     return draw
 
 
 def _quality_axis(axes: Axes, quality: str, close: bool) -> None:
-    if quality == "agreement":
+    if quality == "changed":
         axes.yaxis.set_major_formatter(PERCENT)
-        axes.set_ylim(*((0.895, 1.005) if close else (-0.02, 1.04)))
+        axes.set_ylim(*((-0.005, 0.105) if close else (-0.02, 1.04)))
         return
     # A fixed exit is off by a hundred times as much as chosen thresholds; both must be readable.
     axes.set_yscale("symlog", linthresh=0.01, linscale=0.5)

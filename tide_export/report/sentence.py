@@ -1,29 +1,28 @@
 """Sums up in a sentence or two what a model gains from early exits, or why it gains nothing."""
 
-import math
 from dataclasses import dataclass
 
-from tide_export.calibration.assessment import Assessment
+from tide_export.calibration.assessment import Assessment, Outcome
 from tide_export.report.findings import Choice, Findings, RouterFinding
-from tide_export.report.wording import listed, number, percent
+from tide_export.report.wording import change, listed, number, percent
 
-HEADLINE_TARGET = 0.98
+HEADLINE = 0.02  # changed tokens and change of perplexity, as mode `auto` allows
 WORTHWHILE = 0.05  # share of layers saved; routers and bookkeeping cost as much as less would save
 MUCH = 0.10  # share of layers that a perfect router would save; with less, routers are not the cause
 OFTEN = 0.5  # share of the tokens
 
 REASONS = {
-    "heads": "its early heads rarely give the full model's answer",
-    "late": "only its last checkpoints often give the full model's answer, where few layers are left to save",
+    "heads": "its early heads rarely give the full model's token",
+    "late": "only its last checkpoints often give the full model's token, where few layers are left to save",
     "routers": "its routers cannot tell which tokens may leave",
 }
 ADVICE = {
     "heads": "What can help: more text for the lenses (lens_tokens); a model trained with an early-exit loss, "
-    "as LayerSkip is; a lower agreement, if the use allows it.",
-    "late": "What can help: more text for the lenses (lens_tokens), which move agreement to earlier layers; "
-    "checkpoints placed where the convergence curve below rises; a model trained with an early-exit loss.",
+    "as LayerSkip is; more changed tokens, if the use allows them.",
+    "late": "What can help: more text for the lenses (lens_tokens), which make fewer changed tokens at earlier layers; "
+    "checkpoints placed where the convergence curve below falls; a model trained with an early-exit loss.",
     "routers": "What can help: more calibration text, and text like the text the model will write; another label; a "
-    "larger router_bottleneck_dim; fewer checkpoints; a lower agreement, if the use allows it.",
+    "larger router_bottleneck_dim; fewer checkpoints; more changed tokens, if the use allows them.",
 }
 
 
@@ -32,7 +31,7 @@ class Verdict:
     """The summary on top of the report.
 
     Attributes:
-        gains: whether exits save `WORTHWHILE` layers at `HEADLINE_TARGET`.
+        gains: whether exits save `WORTHWHILE` layers within `HEADLINE`.
         reason: the cause if they do not: `heads`, `late` or `routers`; else None.
         sentence: one or two plain sentences.
         advice: advice if they do not; else empty.
@@ -45,18 +44,17 @@ class Verdict:
 
 
 def verdict(assessment: Assessment, findings: Findings) -> Verdict:
-    """Sums up the findings at the choice that keeps `HEADLINE_TARGET` of the tokens."""
+    """Sums up the findings at the choice within `HEADLINE`."""
     depth = assessment.evaluation.num_layers
-    choice = findings.choice(HEADLINE_TARGET)
+    choice = findings.choice(HEADLINE)
     saved = saved_share(choice, depth)
     possible = 1 - findings.perfect.layers / depth
     if saved >= WORTHWHILE:
         sentence = (
-            f"With exits tuned to keep {percent(HEADLINE_TARGET, 0)} of its tokens, {assessment.model} runs "
+            f"With at most {within(HEADLINE)}, {assessment.model} runs "
             f"{number(choice.outcome.layers)} of {depth} layers per token ({percent(saved, 0)} fewer); a perfect "
             f"router would run {number(findings.perfect.layers)} (router efficiency {percent(choice.efficiency, 0)}). "
-            f"On text the thresholds were not chosen on, {percent(choice.outcome.agreement)} of the tokens are "
-            "the full model's own."
+            f"Measured on text that the thresholds were not chosen on: {_changes(choice.outcome)}."
         )
         return Verdict(True, None, sentence, "")
 
@@ -64,8 +62,8 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
     share = percent(saved) if saved >= 0.0005 else "none"
     cost = f"saves {share} of its {depth} layers"
     sentence = (
-        f"{assessment.model} does not gain from early exits as calibrated: keeping {percent(HEADLINE_TARGET, 0)} of "
-        f"its tokens {cost}, because {REASONS[reason]}. {_evidence(findings, reason, choice, possible)}"
+        f"{assessment.model} does not gain from early exits as calibrated: with at most {within(HEADLINE)} "
+        f"it {cost}, because {REASONS[reason]}. {_evidence(findings, reason, choice, possible)}"
         f"{_cheaper(findings, depth)}"
     )
     return Verdict(False, reason, sentence, ADVICE[reason])
@@ -89,9 +87,8 @@ def default_sentence(assessment: Assessment, findings: Findings) -> str:
         )
     return (
         f"With its default thresholds{closed} the bundle runs {number(outcome.layers)} of {depth} layers per token "
-        f"({percent(1 - outcome.layers / depth)} fewer) and keeps {percent(outcome.agreement)} of the full model's "
-        f"tokens{_perplexity(outcome.perplexity_change)}; {percent(1 - sum(outcome.exit_shares))} of the tokens "
-        "run all layers."
+        f"({percent(1 - outcome.layers / depth)} fewer), with {_changes(outcome)}; "
+        f"{percent(1 - sum(outcome.exit_shares))} of the tokens run all layers."
     )
 
 
@@ -103,13 +100,13 @@ def saved_share(choice: Choice, depth: int) -> float:
 def _reason(findings: Findings, possible: float) -> str:
     if possible >= MUCH:
         return "routers"
-    return "late" if max(r.agreement for r in findings.routers) >= OFTEN else "heads"
+    return "late" if min(r.changed for r in findings.routers) <= 1 - OFTEN else "heads"
 
 
 def _evidence(findings: Findings, reason: str, choice: Choice, possible: float) -> str:
     if reason == "routers":
         return f"A perfect router would save {percent(possible, 0)} of the layers at these checkpoints{_found(choice)}."
-    heads = listed([f"{percent(r.agreement, 0)} after {r.checkpoint}" for r in findings.routers[:4]])
+    heads = listed([f"{percent(1 - r.changed, 0)} after {r.checkpoint}" for r in findings.routers[:4]])
     more = ", for the first four" if len(findings.routers) > 4 else ""
     return (
         f"Even a perfect router would save only {percent(possible)}; an exit gives the full model's token in {heads} "
@@ -118,10 +115,10 @@ def _evidence(findings: Findings, reason: str, choice: Choice, possible: float) 
 
 
 def _cheaper(findings: Findings, depth: int) -> str:
-    """Names the highest lower target that saves `WORTHWHILE` layers, if one does."""
+    """Names the smallest larger bound that saves `WORTHWHILE` layers, if one does."""
     for choice in findings.choices:
-        if choice.target < HEADLINE_TARGET and saved_share(choice, depth) >= WORTHWHILE:
-            return f" Keeping {percent(choice.target, 0)} would save {percent(saved_share(choice, depth), 0)}."
+        if choice.epsilon > HEADLINE and saved_share(choice, depth) >= WORTHWHILE:
+            return f" {percent(choice.epsilon, 0)} of both would save {percent(saved_share(choice, depth), 0)}."
     return ""
 
 
@@ -134,9 +131,14 @@ def _after(routers: list[RouterFinding]) -> str:
     return f"checkpoint{'s' if len(routers) > 1 else ''} {layers} {'are' if len(routers) > 1 else 'is'}"
 
 
-def _perplexity(change: float) -> str:
-    if math.isnan(change):
-        return ""
-    if abs(change) < 0.0005:
-        return ", at the same perplexity"
-    return f", at a perplexity {percent(abs(change))} {'higher' if change > 0 else 'lower'}"
+def within(epsilon: float) -> str:
+    """Returns the bound of a choice as words."""
+    return f"{percent(epsilon, 0)} changed tokens and {percent(epsilon, 0)} more perplexity"
+
+
+def _changes(outcome: Outcome) -> str:
+    made = outcome.change
+    return (
+        f"{percent(made.changed)} changed tokens and a perplexity of {change(made.perplexity)} at temperature "
+        f"{made.temperature:g}"
+    )

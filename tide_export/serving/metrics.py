@@ -90,5 +90,5 @@ class AuditCollector(Collector):
         raises = "Number of times that thresholds were raised."
         yield CounterMetricFamily("tide_audit_raises", raises, value=audit.raises)
         for side, bound in (("upper", audit.upper_bound), ("lower", audit.lower_bound)):
-            about = f"Share of mode exit's tokens that exits change: {side} bound, since thresholds were raised last."
-            yield GaugeMetricFamily(f"tide_audit_disagreement_{side}_bound", about, value=bound)
+            about = f"Share of changed tokens of mode exit: {side} bound, since thresholds were raised last."
+            yield GaugeMetricFamily(f"tide_audit_changed_tokens_{side}_bound", about, value=bound)

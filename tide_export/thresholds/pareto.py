@@ -21,12 +21,12 @@ class Point:
 
     Attributes:
         thresholds: one per checkpoint, in [0, 1]; at 1.0 nothing exits.
-        agreement: share of tokens that are the full model's top-1.
+        loss: mean loss: with changed tokens as the losses, their share.
         layers: mean layers per token.
     """
 
     thresholds: tuple[float, ...]
-    agreement: float
+    loss: float
     layers: float
 
 
@@ -57,60 +57,55 @@ def constant_routers(scores: np.ndarray, checkpoints: Sequence[int]) -> list[str
 
 
 def measure(
-    scores: np.ndarray, agrees: np.ndarray, checkpoints: Sequence[int], depth: int, thresholds: Sequence[float]
+    scores: np.ndarray, losses: np.ndarray, checkpoints: Sequence[int], depth: int, thresholds: Sequence[float]
 ) -> Point:
-    """Measures agreement and layers of `thresholds` on n tokens.
+    """Measures loss and layers of `thresholds` on n tokens.
 
     Args:
         scores: float [n, C].
-        agrees: bool [n, C], the exit's top-1 is the full model's.
+        losses: float [n, C], 0 or more: what an exit there changes, such as `changed_tokens`; full depth's loss is 0.
         checkpoints: layers before each of the C checkpoints, ascending.
         depth: layers of the model.
     """
     exit_at = exits(scores, thresholds)
-    right = np.concatenate([agrees, np.ones((len(agrees), 1), bool)], axis=1)[np.arange(len(exit_at)), exit_at]
+    lost = np.concatenate([losses, np.zeros((len(losses), 1))], axis=1)[np.arange(len(exit_at)), exit_at]
     layers = np.array([*checkpoints, depth])[exit_at]
-    return Point(tuple(float(t) for t in thresholds), float(right.mean()), float(layers.mean()))
+    return Point(tuple(float(t) for t in thresholds), float(lost.mean()), float(layers.mean()))
 
 
 def frontier(
-    scores: np.ndarray, agrees: np.ndarray, checkpoints: Sequence[int], depth: int, points: int = 40
+    scores: np.ndarray, losses: np.ndarray, checkpoints: Sequence[int], depth: int, points: int = 40
 ) -> list[Point]:
     """Finds the Pareto-optimal thresholds, from the safest (nothing exits) to the most aggressive.
 
-    A wrong token is given a price in layers, from high to low. Coordinate ascent finds the thresholds that maximize
-    layers saved minus the price of the tokens changed: with all others fixed, a checkpoint's best threshold is where
+    A loss of 1 is given a price in layers, from high to low. Coordinate ascent finds the thresholds that maximize
+    layers saved minus the price of the losses: with all others fixed, a checkpoint's best threshold is where
     the running sum of gains, in descending order of score, is highest.
 
     Args:
-        scores, agrees, checkpoints, depth: as in `measure`.
+        scores, losses, checkpoints, depth: as in `measure`.
         points: number of prices tried.
     """
     columns = len(checkpoints)
     order = np.argsort(-scores, axis=0, kind="stable")
     ranked = np.take_along_axis(scores, order, axis=0)
     thresholds = [MAX_THRESHOLD] * columns
-    settings = [measure(scores, agrees, checkpoints, depth, thresholds)]
+    settings = [measure(scores, losses, checkpoints, depth, thresholds)]
     for price in np.geomspace(4000.0, 0.25, points) * depth / 16:
         for _ in range(SWEEPS):
             before = list(thresholds)
             for k in reversed(range(columns)):
-                thresholds[k] = _best(k, scores, agrees, checkpoints, depth, thresholds, price, order, ranked)
+                thresholds[k] = _best(k, scores, losses, checkpoints, depth, thresholds, price, order, ranked)
             if thresholds == before:
                 break
-        settings.append(measure(scores, agrees, checkpoints, depth, thresholds))
-    return _undominated(settings)
-
-
-def cheapest(path: Sequence[Point], agreement: float) -> Point:
-    """Returns the point of `path` with fewest layers among those that keep `agreement`, else its first."""
-    return min((point for point in path if point.agreement >= agreement), key=lambda p: p.layers, default=path[0])
+        settings.append(measure(scores, losses, checkpoints, depth, thresholds))
+    return undominated(settings)
 
 
 def _best(
     k: int,
     scores: np.ndarray,
-    agrees: np.ndarray,
+    losses: np.ndarray,
     checkpoints: Sequence[int],
     depth: int,
     thresholds: Sequence[float],
@@ -120,11 +115,11 @@ def _best(
 ) -> float:
     """Returns the threshold of checkpoint k that gains most at this price, with the others fixed."""
     layers = np.array([*checkpoints, depth])
-    wrong = np.concatenate([~agrees, np.zeros((len(agrees), 1), bool)], axis=1)
+    lost = np.concatenate([losses, np.zeros((len(losses), 1))], axis=1)
     without = [*thresholds]
     without[k] = MAX_THRESHOLD
     otherwise = exits(scores, without)
-    gain = layers[otherwise] - layers[k] - price * (wrong[:, k].astype(float) - wrong[np.arange(len(wrong)), otherwise])
+    gain = layers[otherwise] - layers[k] - price * (lost[:, k] - lost[np.arange(len(lost)), otherwise])
     gain[otherwise < k] = 0.0  # the token exits before checkpoint k
     total = np.cumsum(gain[order[:, k]])
     # A threshold can only lie between two different scores.
@@ -139,10 +134,10 @@ def _best(
     return middle if middle < ranked[best, k] else float(below)
 
 
-def _undominated(points: Sequence[Point]) -> list[Point]:
+def undominated(points: Sequence[Point]) -> list[Point]:
     """Returns the points that no other point beats, from most to fewest layers."""
     kept: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.layers, -p.agreement)):
-        if not kept or point.agreement > kept[-1].agreement:
+    for point in sorted(points, key=lambda p: (p.layers, p.loss)):
+        if not kept or point.loss < kept[-1].loss:
             kept.append(point)
     return kept[::-1]

@@ -1,4 +1,4 @@
-"""Measures which mode is fastest on this machine within an epsilon; it becomes mode `auto`.
+"""Measures which mode is fastest on this machine within bounds of what it changes; it becomes mode `auto`.
 
 `export` measures the thresholds that calibration chose, `tune` those it certified, or its drafting. Modes are
 interleaved on the same prompts and seeds, sampled at temperature 0.8: greedy text of small models repeats itself, which
@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tide_export.bundle.auto_mode import AutoMode, sentence
+from tide_export.bundle.auto_mode import AutoMode, bounds_of, sentence
 from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.manifest import Manifest
+from tide_export.common.changed_tokens import TEMPERATURE
 from tide_export.common.progress import stage
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
@@ -31,7 +32,6 @@ from tide_export.tuning.slots import slot_speedup
 logger = logging.getLogger("tide_export")
 
 PROVIDER = "cpu"  # the provider that `export` and `tune` measure on
-TEMPERATURE = 0.8
 PROMPTS = (
     "The history of the city begins with a settlement on the river, where",
     "Question: Why is the sky blue in the day and red in the evening?\nAnswer:",
@@ -46,12 +46,14 @@ PAYS = 1.02  # speed-up over full depth; less is within the error of the measure
 WORTH = 0.002  # share of the operations that exits must save to be measured
 
 
-def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode | None:
-    """Measures the exits that calibration chose for `epsilon`, if by its count they save anything.
+def measure_auto(bundle: Path, manifest: Manifest, epsilon: float, perplexity_epsilon: float) -> AutoMode | None:
+    """Measures the exits that calibration chose within both bounds, if by its count they save anything.
 
     Args:
         bundle: the bundle's folder.
         manifest: its manifest.
+        epsilon: largest share of changed tokens.
+        perplexity_epsilon: largest change of perplexity.
 
     Returns:
         Mode `auto`; None if the routers have no `calibration.operating_points`.
@@ -62,18 +64,21 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode |
         return None
     point, reason = None, ""
     try:
-        point = _point((manifest.calibration or {})["operating_points"], epsilon, len(manifest.checkpoints))
-    except (KeyError, TypeError, ValueError):  # a router file of another program
-        reason = "the operating points in the routers' record cannot be read"
+        points = (manifest.calibration or {})["operating_points"]
+        point = _point(points, epsilon, perplexity_epsilon, len(manifest.checkpoints))
+    except (KeyError, TypeError, ValueError):  # a router file of another program, or without changes of perplexity
+        reason = "the operating points in the routers' record cannot be read: calibrate again"
     if point is None:
-        reason = reason or f"the routers have no thresholds for an epsilon of {epsilon:g}"
+        bounds = f"an epsilon of {epsilon:g} and a perplexity_epsilon of {perplexity_epsilon:g}"
+        reason = reason or f"the routers have no thresholds for {bounds}"
     elif point["tokens"] * point["epsilon"] < 1:
         reason = (
-            f"{point['tokens']} held-out tokens of the calibration text are too few to show that exits change at most "
-            f"{100 * point['epsilon']:g} %: {ceil(1 / point['epsilon'])} or more are needed, so calibrate on more text"
+            f"{point['tokens']} held-out tokens of the calibration text are too few to show at most "
+            f"{100 * point['epsilon']:g} % changed tokens: {ceil(1 / point['epsilon'])} or more are needed, so "
+            "calibrate on more text"
         )
     elif not point["saved"] > WORTH:
-        reason = f"no exits that change at most {100 * epsilon:g} % of the tokens save more than they cost"
+        reason = f"no exits with {bounds_of(epsilon, perplexity_epsilon)} save more than they cost"
     if point is None or reason:
         auto = _unmeasured(manifest, epsilon, None, reason)
         logger.info("%s", sentence(auto))
@@ -82,17 +87,23 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode |
     with stage("measuring what exits gain here"):
         speedup = exit_speedup(load(bundle, provider=PROVIDER, verify=False), thresholds)
     auto = replace(_unmeasured(manifest, epsilon, None), thresholds=thresholds, exit_speedup=speedup)
-    auto = chosen(replace(auto, evidence=_evidence("calibration", point)))
+    auto = chosen(replace(auto, evidence=_evidence("calibration", point | {"perplexity_epsilon": perplexity_epsilon})))
     logger.info("%s", sentence(auto))
     return auto
 
 
 def with_exits(
-    engine: Engine, thresholds: Sequence[float], epsilon: float, threads: int | None, slots: Sequence[int] = ()
+    engine: Engine,
+    thresholds: Sequence[float],
+    epsilon: float,
+    change: dict[str, Any],
+    threads: int | None,
+    slots: Sequence[int] = (),
 ) -> AutoMode:
     """Measures thresholds that `tune` certified for `epsilon`; keeps the measurement of lossless mode.
 
     Args:
+        change: what they changed, for the evidence: the fields of `Change`, and `perplexity_epsilon`.
         slots: numbers of sequences to measure as well, if exits are faster for one.
     """
     pays = any(value < MAX_THRESHOLD for value in thresholds)
@@ -103,7 +114,9 @@ def with_exits(
         epsilon=epsilon,
         exit_speedup=exit_speedup(engine, thresholds) if pays else None,
         machine=_machine(threads),
-        evidence=_evidence("tune", {} if pays else {"reason": f"no exits are certified for an epsilon of {epsilon:g}"}),
+        evidence=_evidence(
+            "tune", change if pays else {"reason": f"no exits are certified for an epsilon of {epsilon:g}"}
+        ),
     )
     if auto.mode != "exit" or not slots:
         return auto
@@ -239,16 +252,20 @@ def _unmeasured(manifest: Manifest, epsilon: float, threads: int | None, reason:
     return AutoMode("full", off, epsilon, PROVIDER, None, None, _machine(threads), evidence)
 
 
-def _point(points: Any, epsilon: float, checkpoints: int) -> dict[str, Any] | None:
-    """Checks and returns the operating point for the largest share up to `epsilon`; None: none.
+def _point(points: Any, epsilon: float, perplexity_epsilon: float, checkpoints: int) -> dict[str, Any] | None:
+    """Checks and returns the operating point that saves most within both bounds; None: none is within them.
 
     Raises:
         KeyError, TypeError, ValueError: it does not fit the number of checkpoints, or is damaged.
     """
-    allowed = [point for point in points if float(point["epsilon"]) <= epsilon]
+    allowed = [
+        point
+        for point in points
+        if float(point["epsilon"]) <= epsilon and float(point["perplexity_epsilon"]) <= perplexity_epsilon
+    ]
     if not allowed:
         return None
-    point = max(allowed, key=lambda point: float(point["epsilon"]))
+    point = max(allowed, key=lambda point: (float(point["saved"]), float(point["epsilon"])))
     thresholds = [float(value) for value in point["thresholds"]]
     if len(thresholds) != checkpoints or not all(0 <= value <= 1 for value in thresholds):
         raise ValueError("thresholds")

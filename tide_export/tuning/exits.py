@@ -4,6 +4,7 @@ Candidates are chosen on some of the documents (`choose`) and tested on the othe
 """
 
 import logging
+from dataclasses import asdict
 
 from tide_export.common.progress import stage
 from tide_export.errors import TuneError
@@ -27,11 +28,15 @@ def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitRe
     min_layers = manifest.min_layers if request.min_layers is None else request.min_layers
     may_exit = [layers for layers in manifest.checkpoints if layers >= min_layers]
     with stage("running the graph", total=len(prompts.path) + len(prompts.calibration)) as advance:
-        path = measure_prompts(engine, prompts.path, request.prompt_length, may_exit, advance)
-        calibration = measure_prompts(engine, prompts.calibration, request.prompt_length, may_exit, advance)
+        path, calibration = (
+            measure_prompts(engine, some, request.prompt_length, may_exit, advance, request.temperature, seed)
+            for some, seed in ((prompts.path, 0), (prompts.calibration, len(prompts.path)))  # no noise is drawn twice
+        )
     with stage("choosing candidates"):
         sequence = candidates(path, request.epsilon)
-    tested = certify(path, calibration, sequence, request.epsilon, request.delta, request.binary)
+    tested = certify(
+        path, calibration, sequence, request.epsilon, request.delta, request.perplexity_epsilon, request.binary
+    )
 
     best = next((one for one in reversed(tested) if one.passed), None)
     certified = dict(zip(may_exit, best.thresholds, strict=True)) if best else {}
@@ -44,7 +49,8 @@ def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitRe
         )
     thresholds = tuple(certified.get(layers, MAX_THRESHOLD) for layers in manifest.checkpoints)
     with stage("measuring what exits gain here"):
-        auto = with_exits(engine, thresholds, request.epsilon, request.threads, request.slots)
+        change = asdict(best.change) | {"perplexity_epsilon": request.perplexity_epsilon} if best else {}
+        auto = with_exits(engine, thresholds, request.epsilon, change, request.threads, request.slots)
     return ExitReport(
         bundle=str(engine.bundle.path),
         request=request,
@@ -66,7 +72,7 @@ def _require_enough(prompts: Prompts, request: ExitRequest) -> None:
     if len(prompts.calibration) < needed:
         raise TuneError(
             f"epsilon {request.epsilon:g} at delta {request.delta:g} needs {needed} prompts to test on even if no "
-            f"token differs, and about {round(1.5 * needed)} in all, but dataset {request.dataset!r} gives "
+            f"token changes, and about {round(1.5 * needed)} in all, but dataset {request.dataset!r} gives "
             f"{len(prompts.calibration)} for the test and {len(prompts.path)} to choose candidates "
             f"({len(prompts.document_hashes)} documents, {prompts.seen} more were seen by the routers): give more "
             "text, or raise --prompts, --prompts-per-document or epsilon"

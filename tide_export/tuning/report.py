@@ -62,7 +62,17 @@ class ExitReport:
             "method": EXIT_METHOD,
             "p_value_kind": "binomial" if request.binary else "betting",
             "certified": best is not None,
-            **attributes(request, "epsilon", "delta", "prompts_per_document", "prompt_length", "positions", "seed"),
+            **attributes(
+                request,
+                "epsilon",
+                "delta",
+                "perplexity_epsilon",
+                "temperature",
+                "prompts_per_document",
+                "prompt_length",
+                "positions",
+                "seed",
+            ),
             "n": len(prompts.calibration),
             "documents": prompts.calibration_documents,
             "path_prompts": len(prompts.path),
@@ -70,6 +80,8 @@ class ExitReport:
             "risk": best.risk if best else 0.0,
             "p_value": best.p_value if best else None,
             "bet": best.bet if best else None,
+            "perplexity": best.change.perplexity if best else 0.0,
+            "perplexity_error": best.change.perplexity_error if best else 0.0,
             "layers_per_token": best.layers if best else float(self.num_layers),
             "num_layers": self.num_layers,
             "thresholds": list(self.thresholds),
@@ -115,7 +127,15 @@ class ExitReport:
 
     def _table(self) -> str:
         exits = [layers for layers in self.checkpoints if layers >= self.min_layers]
-        headers = ["candidate", *(f"threshold@{layers}" for layers in exits), "path risk", "risk", "p", "layers/token"]
+        headers = [
+            "candidate",
+            *(f"threshold@{layers}" for layers in exits),
+            "changed, path",
+            "changed",
+            "p",
+            "perplexity",
+            "layers/token",
+        ]
         rows = [
             [
                 number,
@@ -123,6 +143,7 @@ class ExitReport:
                 f"{tested.path_risk:.4f}",
                 f"{tested.risk:.4f}",
                 f"{tested.p_value:.2g}",
+                f"{100 * tested.change.perplexity:+.2f} ± {100 * tested.change.perplexity_error:.2f} %",
                 f"{tested.layers:.2f}",
                 "passed" if tested.passed else "failed",
             ]
@@ -139,11 +160,14 @@ class ExitReport:
                 f"NOT CERTIFIED: no candidate passed at epsilon {request.epsilon:g}, delta {request.delta:g}; every "
                 "token takes all layers",
             ]
+        change = self.certified.change
         return [
             *lines,
             f"CERTIFIED: thresholds {','.join(f'{value:.6g}' for value in self.thresholds)}",
-            f"  tokens that differ from full depth: at most {request.epsilon:g} of a prompt's on average, with "
-            f"probability {1 - request.delta:g}; measured {self.certified.risk:.4f}",
+            f"  changed tokens at temperature {request.temperature:g}: at most {request.epsilon:g} of a prompt's on "
+            f"average, with probability {1 - request.delta:g}; measured {self.certified.risk:.4f}",
+            f"  perplexity: {100 * change.perplexity:+.2f} ± {100 * change.perplexity_error:.2f} %, at most "
+            f"{100 * request.perplexity_epsilon:+g} % asked for",
             f"  layers per token: {self.certified.layers:.2f} of {self.num_layers}",
             f"  {self._scope()}",
         ]

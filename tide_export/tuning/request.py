@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import inf
 from typing import Any, ClassVar
 
-from tide_export.common.values import real_number, whole_number
+from tide_export.common.changed_tokens import EPSILON, TEMPERATURE
+from tide_export.common.values import not_negative, real_number, whole_number
 from tide_export.errors import ConfigError
 
 MINIMUM = {
@@ -62,10 +62,12 @@ class ExitRequest(TuneRequest):
     """Options of mode exit: thresholds with a guarantee.
 
     Attributes:
-        epsilon: largest share of positions that may differ from full depth, in (0, 1).
+        epsilon: largest share of changed tokens, in (0, 1).
         delta: largest probability that the guarantee is wrong, in (0, 1).
         model: checks that the bundle was made from this model's weights; None: not checked.
         trust_remote_code: run Python code in the folder of `model`.
+        perplexity_epsilon: largest change of perplexity, measured without a guarantee.
+        temperature: at which tokens are compared; 0: greedy.
         positions: positions scored per prompt.
         min_layers: checkpoints after fewer layers never exit; stored as well. None: the bundle's.
     """
@@ -73,6 +75,8 @@ class ExitRequest(TuneRequest):
     mode = "exit"
     epsilon: float
     delta: float
+    perplexity_epsilon: float = EPSILON
+    temperature: float = TEMPERATURE
     prompts: int = 600
     prompts_per_document: int = 1
     prompt_length: int = 32
@@ -85,6 +89,8 @@ class ExitRequest(TuneRequest):
         for name in ("epsilon", "delta"):
             if not 0 < real_number(name, getattr(self, name), ConfigError) < 1:
                 raise ConfigError(f"{name} must lie between 0 and 1, not {getattr(self, name)!r}")
+        not_negative("perplexity_epsilon", self.perplexity_epsilon, ConfigError)
+        not_negative("temperature", self.temperature, ConfigError)
         super().__post_init__()
 
     @property
@@ -112,11 +118,10 @@ class LosslessRequest(TuneRequest):
     prompts_per_document: int = 4
     prompt_length: int = 48
     new_tokens: int = 64
-    temperature: float = 0.8
+    temperature: float = TEMPERATURE
 
     def __post_init__(self) -> None:
-        if not 0 <= real_number("temperature", self.temperature, ConfigError) < inf:
-            raise ConfigError(f"temperature must be a finite number, 0 or more, not {self.temperature!r}")
+        not_negative("temperature", self.temperature, ConfigError)
         super().__post_init__()
 
     @property

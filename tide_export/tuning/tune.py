@@ -25,9 +25,9 @@ def tune(
 ) -> ExitReport | LosslessReport:
     """Tunes a bundle for one mode on a dataset, and stores the result in its manifest.
 
-    Mode `exit` finds the thresholds that save most layers while the mean share of positions with another greedy token
-    than full depth is at most epsilon, for prompts drawn like the tested ones, with probability 1 - delta over these.
-    If no candidate passes, the bundle exits nowhere.
+    Mode `exit` finds the thresholds that save most layers while at most a share epsilon of tokens is changed, on
+    average over prompts drawn like the tested ones, with probability 1 - delta over these; and whose change of
+    perplexity on these is at most perplexity_epsilon. If no candidate passes, the bundle exits nowhere.
 
     Mode `lossless` finds the drafting that gives most tokens per second on this machine; off if none is faster.
 

@@ -1,18 +1,18 @@
-"""Measures perplexity and top-1 agreement of exits against full depth (`validate --quality`).
+"""Measures changed tokens and perplexity of exits against full depth (`validate --quality`).
 
 The deployed engine reads text that its routers have not seen, one token at a time, so that tokens exit, stay pending
 and catch up as in decoding. The next input is always the text's token, whatever the engine predicts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tide_export.bundle.manifest import Manifest
+from tide_export.common.changed_tokens import TEMPERATURE, Change, added_loss, change, changed_tokens
 from tide_export.common.formatting import attributes, table
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import read_sequences
@@ -30,31 +30,29 @@ class Quality:
     Attributes:
         name: the setting's name.
         tokens: n.
-        perplexity: exponential of the mean negative log-likelihood of the text's tokens.
-        change: perplexity relative to that of full depth, minus 1.
-        change_error: standard error of `change` over texts; None for a single text.
-        agreement: share of positions with the most likely token of full depth.
+        perplexity: of the text's tokens: the exponential of their mean negative log-likelihood.
+        change: changed tokens, and the change of perplexity of full depth's own tokens.
         layers: mean layers before the exits.
     """
 
     name: str
     tokens: int
     perplexity: float
-    change: float
-    change_error: float | None
-    agreement: float
+    change: Change
     layers: float
 
     def as_dict(self) -> dict[str, Any]:
-        return attributes(self, "name", "tokens", "perplexity", "change", "change_error", "agreement", "layers")
+        """Returns the fields, those of `change` among them, as JSON types."""
+        return attributes(self, "name", "perplexity", "layers") | asdict(self.change)
 
 
-class _Predictions(NamedTuple):
-    """Predictions per text, for the n tokens after its first."""
+class _Read(NamedTuple):
+    """The predictions of n tokens of a text by a setting, all [n]."""
 
-    nll: list[np.ndarray]  # float64 [n], nats
-    top1: list[np.ndarray]  # int64 [n], most likely tokens
-    layers: list[np.ndarray]  # int64 [n], layers before the exits
+    nll: np.ndarray  # of the text's tokens, nats
+    changed: np.ndarray  # `changed_tokens`
+    added: np.ndarray  # `added_loss`, nats
+    layers: np.ndarray  # before the exits
 
 
 def quality_texts(manifest: Manifest, tokenizer: PreTrainedTokenizerBase, dataset: str, tokens: int) -> list[list[int]]:
@@ -95,6 +93,7 @@ def measure_quality(
     settings: Sequence[tuple[str, Sequence[float]]],
     texts: Sequence[Sequence[int]],
     max_pending: int,
+    temperature: float = TEMPERATURE,
     advance: Callable[[float], object] = lambda amount: None,
 ) -> list[Quality]:
     """Reads `texts` at full depth and in each of `settings`; returns the results, full depth first.
@@ -102,17 +101,23 @@ def measure_quality(
     Args:
         settings: (name, one threshold per checkpoint).
         texts: token ids, two or more each.
+        temperature: at which changed tokens are counted; 0: greedy.
         advance: called with 1 after each text of each setting.
 
     Raises:
         GenerationError: a step failed.
     """
-    never = [NEVER_EXIT] * len(engine.manifest.checkpoints)
-    full = _predict(engine, never, texts, max_pending, advance)
-    qualities = [_quality("full", full, full)]
-    for name, thresholds in settings:
-        qualities.append(_quality(name, _predict(engine, thresholds, texts, max_pending, advance), full))
-    return qualities
+    every = [("full", [NEVER_EXIT] * len(engine.manifest.checkpoints)), *settings]
+    read: list[list[_Read]] = [[] for _ in every]
+    for ids in texts:
+        full = None
+        for (_, thresholds), of_texts in zip(every, read, strict=True):
+            logits, layers = _predict(engine, thresholds, ids, max_pending)
+            full = logits if full is None else full
+            changed, added = changed_tokens(full, logits, temperature), added_loss(full, logits, temperature)
+            of_texts.append(_Read(_nll(logits, ids[1:]), changed, added, layers))
+            advance(1)
+    return [_quality(name, of_texts, temperature) for (name, _), of_texts in zip(every, read, strict=True)]
 
 
 def render(qualities: Sequence[Quality]) -> str:
@@ -122,55 +127,41 @@ def render(qualities: Sequence[Quality]) -> str:
             one.name,
             one.tokens,
             f"{one.perplexity:.3f}",
-            f"{100 * one.change:+.2f} %" + ("" if one.change_error is None else f" ± {100 * one.change_error:.2f}"),
-            f"{100 * one.agreement:.2f} %",
+            f"{100 * one.change.changed:.2f} ± {100 * one.change.changed_error:.2f} %",
+            f"{100 * one.change.perplexity:+.2f} ± {100 * one.change.perplexity_error:.2f} %",
             f"{one.layers:.2f}",
         ]
         for one in qualities
     ]
-    return table(["quality", "tokens", "perplexity", "to full", "same top-1", "mean exit layer"], rows)
+    return table(
+        ["quality", "tokens", "perplexity of the text", "changed tokens", "change of perplexity", "mean exit layer"],
+        rows,
+    )
 
 
 def _predict(
-    engine: Engine,
-    thresholds: Sequence[float],
-    texts: Sequence[Sequence[int]],
-    max_pending: int,
-    advance: Callable[[float], object],
-) -> _Predictions:
-    read = _Predictions([], [], [])
-    for ids in texts:
-        sequence = engine.start(thresholds, max_pending)
-        nll, top1, layers = [], [], []
-        for token, following in pairwise(ids):
-            result = sequence.step([token])
-            logits = result.logits.astype(np.float64)
-            highest = logits.max()
-            nll.append(highest + np.log(np.exp(logits - highest).sum()) - logits[following])
-            top1.append(int(logits.argmax()))
-            layers.append(result.exit_layer)
-        for values, of_text in zip(read, (nll, top1, layers), strict=True):
-            values.append(np.array(of_text))
-        advance(1)
-    return read
+    engine: Engine, thresholds: Sequence[float], ids: Sequence[int], max_pending: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reads a text of n + 1 tokens; returns the logits after each but the last, float32 [n, V], and layers [n]."""
+    sequence = engine.start(thresholds, max_pending)
+    results = [sequence.step([token]) for token in ids[:-1]]
+    return np.stack([result.logits for result in results]), np.array([result.exit_layer for result in results])
 
 
-def _quality(name: str, read: _Predictions, full: _Predictions) -> Quality:
-    nll, top1, layers = (np.concatenate(values) for values in read)
-    sizes = np.array([len(values) for values in read.nll])
-    more = np.array([(nll - at_full).sum() for nll, at_full in zip(read.nll, full.nll, strict=True)])  # nats, per text
-    mean = more.sum() / sizes.sum()
-    error = None
-    if len(more) > 1:  # the error of a ratio of sums over texts, by the delta method
-        error = float(
-            np.exp(mean) * np.sqrt(((more - mean * sizes) ** 2).sum() * len(more) / (len(more) - 1)) / sizes.sum()
-        )
+def _nll(logits: np.ndarray, following: Sequence[int]) -> np.ndarray:
+    """Returns -log P of each of the tokens `following`, float64 [n], in nats, under logits [n, V]."""
+    precise = logits.astype(np.float64)
+    highest = precise.max(axis=-1)
+    return highest + np.log(np.exp(precise - highest[:, None]).sum(axis=-1)) - precise[range(len(precise)), following]
+
+
+def _quality(name: str, read: Sequence[_Read], temperature: float) -> Quality:
+    nll, changed, added, layers = (np.concatenate(values) for values in zip(*read, strict=True))
+    texts = np.arange(len(read)).repeat([len(one.nll) for one in read])
     return Quality(
         name=name,
         tokens=len(nll),
         perplexity=float(np.exp(nll.mean())),
-        change=float(np.expm1(mean)),
-        change_error=error,
-        agreement=float((top1 == np.concatenate(full.top1)).mean()),
+        change=change(changed, added, texts, temperature),
         layers=float(layers.mean()),
     )

@@ -19,9 +19,10 @@ from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.file_names import GRAPH_FILE, ROUTERS_FILE
 from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.common.changed_tokens import TEMPERATURE
 from tide_export.common.formatting import attributes, percent, table
 from tide_export.common.progress import stage
-from tide_export.common.values import whole_number
+from tide_export.common.values import not_negative, whole_number
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import BundleError, ConfigError
 from tide_export.model.source import SourceModel, load_model
@@ -151,6 +152,7 @@ def validate(
     thresholds: Sequence[float] | None = None,
     max_pending: int | None = None,
     quality: int | None = None,
+    temperature: float = TEMPERATURE,
     threads: int | None = None,
     provider: str | None = None,
     plugins: str | os.PathLike[str] | None = None,
@@ -167,7 +169,8 @@ def validate(
         prompts: number of prompts, of 1 to `longest_prompt` tokens.
         thresholds: each is used at all checkpoints, without min_layers; None: `THRESHOLDS`.
         max_pending: as in `GenerationConfig`; None: the bundle's.
-        quality: also measure perplexity and agreement on this many tokens that the routers have not seen.
+        quality: also measure changed tokens and perplexity on this many tokens that the routers have not seen.
+        temperature: of `quality`: at which changed tokens are counted; 0: greedy.
         provider: the engine to check, as in `load`, within the rounding of its precision; None: the graph and, if the
             bundle has them, the segment networks on the CPU.
         plugins, device: options of that engine, as in `load`.
@@ -184,6 +187,7 @@ def validate(
     opened = open_bundle(bundle)
     pending = opened.manifest.max_pending if max_pending is None else max_pending
     _check_numbers(opened, prompts, longest_prompt, new_tokens, pending, quality)
+    not_negative("temperature", temperature, ConfigError)
     if plugins not in (None, NONE) and provider in (None, "cpu"):
         raise ConfigError("plugins are for TensorRT plans, of --provider tensorrt: omit --plugins")
     if device is not None and provider in (None, "cpu"):
@@ -216,7 +220,7 @@ def validate(
         deployed = next(tested.engine for tested in engines if tested.as_deployed)
         exits = [(setting.name, setting.thresholds) for setting in settings if setting.mode == "exit"]
         with stage("measuring quality", total=len(read) * (1 + len(exits))) as advance:
-            qualities = measure_quality(deployed, exits, read, pending, advance)
+            qualities = measure_quality(deployed, exits, read, pending, temperature, advance)
     lengths = [len(ids) for ids in texts]
     return ValidationReport(
         str(opened.path),

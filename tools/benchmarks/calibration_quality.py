@@ -3,12 +3,12 @@
     python tools/benchmarks/calibration_quality.py MODEL... --dataset SPEC [--out FOLDER] [--variant NAME]...
 
 For each model six calibrations on the same text and the same split: TIDE's (cosine label, its own router, the state as
-it is), TIDE's router taught with `agreement`, ours (`agreement`, a shortlist of the default 256 head rows), with 1,024
+it is), TIDE's router taught with `unchanged`, ours (`unchanged`, a shortlist of the default 256 head rows), with 1,024
 rows and with all of them, which bounds what any shortlist can tell, and ours with a lens. Each is measured on its test
 documents: thresholds are chosen on one half of them and applied to the other, and the layers per token are
-read off where that other half keeps 99, 98 and 95 % of the full model's tokens. Router efficiency is layers saved over
-what a perfect router saves at the same checkpoints, those included that a label gave up because no token may leave
-there. Writes `table.json` and `table.md` into the folder.
+read off where 1, 2 and 5 % of that other half's tokens are changed, at temperature 0.8. Router efficiency is layers
+saved over what a perfect router saves at the same checkpoints, those included that a label gave up because no token
+may leave there. Writes `table.json` and `table.md` into the folder.
 """
 
 import argparse
@@ -34,24 +34,24 @@ from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel, load_model
 from tide_export.report.findings import Findings, investigate
 
-TARGETS = (0.99, 0.98, 0.95)
-IDENTITY: dict[str, Any] = {"label": "agreement", "exit_strategy": "identity"}
+EPSILONS = (0.01, 0.02, 0.05)
+IDENTITY: dict[str, Any] = {"label": "unchanged", "exit_strategy": "identity"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "cosine / identity (TIDE)": IDENTITY | {"label": "cosine", "router_shortlist": 0},
-    "agreement / identity, TIDE's router": IDENTITY | {"router_shortlist": 0},
-    "agreement / identity": IDENTITY,
-    "agreement / identity, 1,024 rows": IDENTITY | {"router_shortlist": 1024},
-    "agreement / identity, the whole head": IDENTITY | {"router_shortlist": 1 << 20},
-    "agreement / lens": {"label": "agreement", "exit_strategy": "lens"},
+    "unchanged / identity, TIDE's router": IDENTITY | {"router_shortlist": 0},
+    "unchanged / identity": IDENTITY,
+    "unchanged / identity, 1,024 rows": IDENTITY | {"router_shortlist": 1024},
+    "unchanged / identity, the whole head": IDENTITY | {"router_shortlist": 1 << 20},
+    "unchanged / lens": {"label": "unchanged", "exit_strategy": "lens"},
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One calibration at one agreement.
+    """One calibration at one share of changed tokens.
 
     Attributes:
-        layers: per token; `depth` where the agreement cannot be had with exits.
+        layers: per token; `depth` where so few cannot be had with exits.
         exits: share of tokens leaving at each checkpoint.
         perfect_layers: per token, of a perfect router.
         router_layers: what routers and lenses cost a token, in layers.
@@ -59,7 +59,7 @@ class Row:
 
     model: str
     variant: str
-    agreement: float
+    changed: float
     layers: float
     depth: int
     exits: tuple[float, ...]
@@ -71,28 +71,28 @@ class Row:
         return (self.depth - self.layers) / (self.depth - self.perfect_layers)
 
 
-def at_agreement(curve: Sequence[Outcome], target: float, depth: int) -> tuple[float, tuple[float, ...]]:
-    """Layers per token where the measured curve passes `target`, between its two nearest points, and exit shares of the
-    nearest point that keeps it. Nothing exits where no point does."""
+def at_changed(curve: Sequence[Outcome], epsilon: float, depth: int) -> tuple[float, tuple[float, ...]]:
+    """Layers per token where the measured curve passes `epsilon` changed tokens, between its two nearest points, and
+    exit shares of the nearest point within it. Nothing exits where no point is."""
     path = sorted(curve, key=lambda outcome: outcome.layers)
-    kept = [i for i, outcome in enumerate(path) if outcome.agreement >= target]
+    kept = [i for i, outcome in enumerate(path) if outcome.change.changed <= epsilon]
     if not kept:
         return float(depth), (0.0,) * len(path[0].exit_shares)
     above = kept[0]
     best = path[above]
-    if above == 0 or path[above - 1].agreement >= target:
+    if above == 0 or path[above - 1].change.changed <= epsilon:
         return best.layers, best.exit_shares
     below = path[above - 1]
-    share = (best.agreement - target) / (best.agreement - below.agreement)
+    share = (epsilon - best.change.changed) / (below.change.changed - best.change.changed)
     return best.layers - share * (best.layers - below.layers), best.exit_shares
 
 
 def rows_of(name: str, variant: str, found: Findings, depth: int, router: float) -> list[Row]:
     rows = []
-    for target in TARGETS:
-        layers, shares = at_agreement(found.curve, target, depth)
+    for epsilon in EPSILONS:
+        layers, shares = at_changed(found.curve, epsilon, depth)
         reached = sum(1.0 - sum(shares[:k]) for k in range(len(shares)))
-        rows.append(Row(name, variant, target, layers, depth, shares, found.perfect.layers, router * reached))
+        rows.append(Row(name, variant, epsilon, layers, depth, shares, found.perfect.layers, router * reached))
     return rows
 
 
@@ -105,13 +105,13 @@ def measure_model(path: str, dataset: str, options: dict[str, Any], cache: Path,
             made = calibrate(source, tokenizer, config, cache)
         except CalibrationError as error:  # no token may leave at any checkpoint: all layers, always
             print(f"{name}, {variant}: {error}", file=sys.stderr)
-            rows += [Row(name, variant, target, depth, depth, (), depth, 0.0) for target in TARGETS]
+            rows += [Row(name, variant, epsilon, depth, depth, (), depth, 0.0) for epsilon in EPSILONS]
             continue
         assert made is not None
         found = investigate(made.assessment)
         costs = made.assessment.costs
         rows += rows_of(name, variant, found, depth, (costs.router + costs.lens) / costs.layer)
-        print(_markdown(rows[-len(TARGETS) :]), made.routers.sizes(), file=sys.stderr, flush=True)
+        print(_markdown(rows[-len(EPSILONS) :]), made.routers.sizes(), file=sys.stderr, flush=True)
     return [replace(row, perfect_layers=_perfect(rows, row)) for row in rows]
 
 
@@ -133,14 +133,14 @@ def _config(source: SourceModel, dataset: str, options: dict[str, Any]) -> TideC
 
 
 def _markdown(rows: Sequence[Row]) -> str:
-    headers = ["model", "calibration", "tokens kept", "layers/token", "saved", "exits", "efficiency", "routers cost"]
+    headers = ["model", "calibration", "changed tokens", "layers/token", "saved", "exits", "efficiency", "routers cost"]
     return table(
         headers,
         [
             [
                 row.model,
                 row.variant,
-                f"{100 * row.agreement:.0f} %",
+                f"{100 * row.changed:.0f} %",
                 f"{row.layers:.2f} of {row.depth}",
                 f"{row.depth - row.layers:.2f} of {row.depth - row.perfect_layers:.2f}",
                 " / ".join(f"{100 * share:.0f}" for share in row.exits) + " %" if row.exits else "none",

@@ -1,4 +1,4 @@
-"""Speed against agreement of everything a bundle can do, on real text in one interleaved run.
+"""Speed against changed tokens of everything a bundle can do, on real text in one interleaved run.
 
     python tools/benchmarks/modes.py BUNDLE... --dataset SPEC [--out FOLDER]
     python tools/benchmarks/modes.py BUNDLE... --prompts-file tools/benchmarks/prompts/chat.txt
@@ -7,9 +7,10 @@ The first bundle's full depth continues prompts cut from the text, or those of a
 `--temperature` (0.8; 0 is greedy, and a small model's greedy text runs into loops, which flatters drafts and exits
 alike). Along these continuations, token by token, each bundle runs with the same threshold at every checkpoint
 (`exit`), with the bundle's own thresholds, with those of mode `auto` where that is `exit`, and with every token exiting
-at one checkpoint whatever its score (`static`, the naive baseline). Agreement is the share of positions at which the
-most likely token is full depth's; speed is full depth's time over that of the same steps, medians over prompts. Every
-case takes one step per round, in a new random order, so that a machine that slows down slows all. Lossless mode
+at one checkpoint whatever its score (`static`, the naive baseline). *Changed tokens* is the share of positions at
+which another token than full depth's is drawn with the same noise (greedy: is likeliest); speed is full depth's time
+over that of the same steps, medians over prompts. Every case takes
+one step per round, in a new random order, so that a machine that slows down slows all. Lossless mode
 generates the continuation by itself, in one go, with the same seed.
 Bundles of one model with different weights or routers can be compared. Writes
 `modes.json` into the folder; the exit code is 1 when lossless mode gave another token at
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -39,6 +41,7 @@ from harness.chat import chat_prompts
 from tide_export.common.formatting import table
 from tide_export.common.progress import stage
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.stepping import sample
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT, resolve_thresholds
 from tide_export.tuning.prompts import draw_prompts
@@ -51,19 +54,17 @@ class Text(NamedTuple):
 
     Attributes:
         said: its tokens.
-        tops: the most likely token at each of them but the first.
         seed: it was sampled with.
     """
 
     said: list[int]
-    tops: list[int]
     seed: int
 
 
 class Seen(NamedTuple):
     """One case in one step, or in all steps of a prompt."""
 
-    agrees: float  # share of positions
+    changed: float  # share of positions
     layers: float  # passes a token
     seconds: float  # not of the step over the prompt
 
@@ -86,40 +87,40 @@ class Row:
     bundle: str
     mode: str
     setting: str
-    agreement: float
+    changed: float
     layers: float
     speedup: float
 
 
 def continued(engine: Engine, prompt: list[int], options: argparse.Namespace, seed: int) -> Text:
     """The continuation of a prompt by full depth."""
-    out = engine.generate(prompt, mode="full", stop_token_ids=[], **sampling(options, seed))
-    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints))
-    state.step(prompt)
-    return Text(out.tokens, [int(state.step([token]).logits.argmax()) for token in out.tokens[:-1]], seed)
+    return Text(engine.generate(prompt, mode="full", stop_token_ids=[], **sampling(options, seed)).tokens, seed)
 
 
 def sampling(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     return {"max_new_tokens": options.new_tokens, "temperature": options.temperature, "seed": seed}
 
 
-def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], text: Text) -> Iterator[Seen]:
+def read(
+    engine: Engine, thresholds: Sequence[float], temperature: float, prompt: list[int], text: Text
+) -> Iterator[Seen]:
     """Steps along a continuation."""
     sizes = np.cumsum(engine.manifest.segment_sizes)
     state = engine.start(thresholds)
     state.step(prompt)
-    for token, top in zip(text.said, text.tops, strict=False):
+    for position, (token, following) in enumerate(pairwise(text.said), len(prompt) + 1):
         started = time.perf_counter()
         result = state.step([token])
         seconds = time.perf_counter() - started
-        yield Seen(int(result.logits.argmax()) == top, sizes[result.segments_run - 1], seconds)
+        drawn = sample(result.logits, position, temperature=temperature, seed=text.seed)
+        yield Seen(drawn != following, sizes[result.segments_run - 1], seconds)
 
 
 def generate(engine: Engine, mode: str, options: argparse.Namespace, prompt: list[int], text: Text) -> Iterator[Seen]:
     """The same continuation by `Engine.generate`."""
     out = engine.generate(prompt, mode=mode, stop_token_ids=[], **sampling(options, text.seed))
-    same = np.equal(out.tokens[1:], text.said[1:])
-    yield Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
+    changed = np.not_equal(out.tokens[1:], text.said[1:])
+    yield Seen(float(changed.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
 
 
 def cases_of(name: str, engine: Engine, options: argparse.Namespace) -> list[Case]:
@@ -131,10 +132,13 @@ def cases_of(name: str, engine: Engine, options: argparse.Namespace) -> list[Cas
     settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": default}
     if engine.auto is not None and engine.auto.mode == "exit":
         settings["auto"] = list(engine.auto.thresholds)
-    cases = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
+    cases = [
+        Case(name, "exit", setting, partial(read, engine, values, options.temperature))
+        for setting, values in settings.items()
+    ]
     for c, layers in enumerate(manifest.checkpoints):
         always = [ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)]
-        cases.append(Case(name, "static", f"layer {layers}", partial(read, engine, always)))
+        cases.append(Case(name, "static", f"layer {layers}", partial(read, engine, always, options.temperature)))
     tuned = "tuned" if manifest.drafting else ""
     cases.append(Case(name, "lossless", tuned, partial(generate, engine, "lossless", options)))
     return cases
@@ -158,7 +162,7 @@ def interleaved(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[li
 def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: argparse.Namespace) -> list[Row]:
     name, first = next(iter(engines.items()))
     off = [NEVER_EXIT] * len(first.manifest.checkpoints)
-    stepped = Case(name, "full", "", partial(read, first, off))
+    stepped = Case(name, "full", "", partial(read, first, off, options.temperature))
     generated = Case(name, "full", "", partial(generate, first, "full", options))
     cases = [stepped]
     for called, engine in engines.items():
@@ -170,8 +174,8 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
         for seed, prompt in enumerate(prompts):
             text = continued(first, prompt, options, seed)
             for case, seen in zip(cases, interleaved([case.run(prompt, text) for case in cases], order), strict=True):
-                agrees, layers = fmean(s.agrees for s in seen), fmean(s.layers for s in seen)
-                case.seen.append(Seen(agrees, layers, sum(s.seconds for s in seen)))
+                changed, layers = fmean(s.changed for s in seen), fmean(s.layers for s in seen)
+                case.seen.append(Seen(changed, layers, sum(s.seconds for s in seen)))
             advance(1)
     rows = []
     for case in cases:
@@ -179,8 +183,8 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
             continue
         against = generated if case.mode == "lossless" else stepped
         ratios = [full.seconds / one.seconds for full, one in zip(against.seen, case.seen, strict=True)]
-        agreement, layers = fmean(s.agrees for s in case.seen), fmean(s.layers for s in case.seen)
-        rows.append(Row(case.bundle, case.mode, case.setting, agreement, layers, median(ratios)))
+        changed, layers = fmean(s.changed for s in case.seen), fmean(s.layers for s in case.seen)
+        rows.append(Row(case.bundle, case.mode, case.setting, changed, layers, median(ratios)))
     return rows
 
 
@@ -218,13 +222,13 @@ def main() -> int:
     rows = measure(engines, prompts, options)
     depth = first.manifest.model.num_layers
     text = table(
-        ["bundle", "mode", "threshold", "tokens kept", "layer passes", "x full depth's speed"],
+        ["bundle", "mode", "threshold", "changed tokens", "layer passes", "x full depth's speed"],
         [
             [
                 row.bundle,
                 row.mode,
                 row.setting,
-                f"{100 * row.agreement:.1f} %",
+                f"{100 * row.changed:.1f} %",
                 f"{row.layers:.2f} of {depth}",
                 f"{row.speedup:.2f}x",
             ]
@@ -235,7 +239,7 @@ def main() -> int:
     said += f"temperature {options.temperature:g}, {options.threads} threads"
     (options.out / "modes.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print(f"{said}\n{text}")
-    wrong = any(row.agreement < 1 for row in rows if row.mode == "lossless" and row.bundle == rows[0].bundle)
+    wrong = any(row.changed > 0 for row in rows if row.mode == "lossless" and row.bundle == rows[0].bundle)
     return int(wrong and options.temperature == 0)
 
 
