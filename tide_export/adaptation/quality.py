@@ -1,4 +1,4 @@
-"""Measures a model on held-out text: perplexity, changed tokens by depth, and what training changed at full depth."""
+"""Measures perplexity, changed tokens by depth, and what training changed at full depth."""
 
 import math
 from collections.abc import Sequence

@@ -88,7 +88,7 @@ def divergence(source: SourceModel, hidden: torch.Tensor, full: torch.Tensor) ->
 
 
 def unchanged(source: SourceModel, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns whether the likeliest token of each normalized hidden state [n, D'] is that of `tokens` [n], bool [n].
+    """Returns whether the likeliest token of normalized hidden states [n, D'] is `tokens` [n], bool [n].
 
     On a CPU the most frequent tokens are compared first: if one of them is above the full model's token, as for most
     hidden states of early layers, the rest of the head is not computed.

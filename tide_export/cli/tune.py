@@ -14,7 +14,10 @@ def add_tune_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epsilon", type=float, metavar="X", help="share of changed tokens; required for exit")
     parser.add_argument(
-        "--perplexity-epsilon", type=float, metavar="X", help="share by which exits may raise perplexity; only exit (.02)"
+        "--perplexity-epsilon",
+        type=float,
+        metavar="X",
+        help="share by which exits may raise perplexity; only exit (.02)",
     )
     parser.add_argument("--delta", type=float, metavar="X", help="risk that the guarantee is wrong; required for exit")
     parser.add_argument("--model", metavar="MODEL", help="check that the bundle was made from this model's weights")

@@ -23,7 +23,7 @@ REST = 1e-4  # probability, at most, of tokens that are so unlikely in both mode
 
 @dataclass(frozen=True)
 class Change:
-    """What a mode changed of full depth's text at n positions, with standard errors over texts.
+    """Changed tokens and the change of perplexity at n positions, with standard errors over texts.
 
     Attributes:
         tokens: n.
@@ -40,7 +40,7 @@ class Change:
     perplexity_error: float
 
     def within(self, epsilon: float, perplexity_epsilon: float) -> bool:
-        """Returns whether both keep to their bounds with a standard error to spare, of changed tokens 1 / n or more."""
+        """Returns whether both keep to their bounds with a standard error to spare (changed: >= 1 / n)."""
         error = max(self.changed_error, 1 / max(1, self.tokens))
         return self.changed + error <= epsilon and self.perplexity + self.perplexity_error <= perplexity_epsilon
 
@@ -59,7 +59,7 @@ def changed_tokens(full: np.ndarray, mode: np.ndarray, temperature: float) -> np
 
 
 def added_loss(full: np.ndarray, mode: np.ndarray, temperature: float) -> np.ndarray:
-    """Computes the log-loss, in nats, that a mode adds to full depth's own tokens: their expectation, float64 [n].
+    """Computes the expected log-loss that a mode adds to full depth's own tokens, nats, float64 [n].
 
     The loss is that of the models' own distributions (temperature 1); `temperature` says which tokens are drawn.
 

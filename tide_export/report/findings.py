@@ -20,7 +20,7 @@ SMALLER_HALF = 0.25  # of all tokens; with less, one document is nearly all of t
 
 @dataclass(frozen=True)
 class Choice:
-    """Thresholds chosen for a bound of changed tokens and of perplexity, and their result on the other half.
+    """Thresholds chosen for a bound of both changes, and their result on the other half.
 
     Attributes:
         epsilon: largest share of changed tokens, and change of perplexity, on the half they were chosen on.
@@ -164,7 +164,7 @@ def halves(evaluation: Evaluation) -> tuple[Evaluation, Evaluation, str]:
 
 
 def candidates(evaluation: Evaluation) -> list[Point]:
-    """Returns settings for these tokens, at which a token's loss is its change plus the log-loss that it adds.
+    """Returns settings for these tokens; a token's loss is its change plus the log-loss it adds.
 
     The first exits nowhere. Those of `frontier` are for that loss and for changed tokens alone; single thresholds are
     added, because `frontier` finds only the convex hull: settings between two others that are worse than a random
@@ -181,7 +181,7 @@ def candidates(evaluation: Evaluation) -> list[Point]:
 
 
 def perfect_outcome(evaluation: Evaluation) -> Outcome:
-    """Computes the result if every token exits at the first checkpoint whose likeliest token is full depth's."""
+    """Computes the result if all exit at the first checkpoint whose likeliest token is full depth's."""
     knowing = replace(evaluation, scores=evaluation.unchanged.astype(np.float32))
     return knowing.outcome([0.5] * len(evaluation.checkpoints))
 

@@ -1,4 +1,4 @@
-"""Measures which mode is fastest on this machine within bounds of what it changes; it becomes mode `auto`.
+"""Measures the fastest mode here within bounds of what it changes; it becomes mode `auto`.
 
 `export` measures the thresholds that calibration chose, `tune` those it certified, or its drafting. Modes are
 interleaved on the same prompts and seeds, sampled at temperature 0.8: greedy text of small models repeats itself, which
@@ -253,7 +253,7 @@ def _unmeasured(manifest: Manifest, epsilon: float, threads: int | None, reason:
 
 
 def _point(points: Any, epsilon: float, perplexity_epsilon: float, checkpoints: int) -> dict[str, Any] | None:
-    """Checks and returns the operating point that saves most within both bounds; None: none is within them.
+    """Checks and returns the operating point that saves most within both bounds; None: there is none.
 
     Raises:
         KeyError, TypeError, ValueError: it does not fit the number of checkpoints, or is damaged.

@@ -142,7 +142,7 @@ def render(qualities: Sequence[Quality]) -> str:
 def _predict(
     engine: Engine, thresholds: Sequence[float], ids: Sequence[int], max_pending: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a text of n + 1 tokens; returns the logits after each but the last, float32 [n, V], and layers [n]."""
+    """Reads a text of n + 1 tokens; returns logits float32 [n, V] after each but the last, and layers."""
     sequence = engine.start(thresholds, max_pending)
     results = [sequence.step([token]) for token in ids[:-1]]
     return np.stack([result.logits for result in results]), np.array([result.exit_layer for result in results])

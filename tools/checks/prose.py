@@ -28,6 +28,8 @@ INSTEAD = {
     r"normed": "normalized",
     r"what waits": "pending tokens",
     r"by and by": "say when",
+    r"top-1 (?:agreement|tokens?|predictions?)|disagreements?": "changed tokens",
+    r"agreement with (?:full depth|the full model)|tokens to keep|keeps [\d.]+ % of": "changed tokens",
 }
 
 
