@@ -26,7 +26,7 @@ say "generate: the text, then where each token left and how many layers were ski
 tide-export generate "$out" --echo --prompt "$prompt" --max-new-tokens 96 --temperature 0.6 --top-p 0.9 --seed 1 \
     --mode exit
 
-say "measure: speed against agreement on that text, in each mode and at several thresholds, interleaved"
+say "measure: speed against changed tokens on that text, in each mode and at several thresholds, interleaved"
 mkdir -p "$out-gained"
 python tools/benchmarks/modes.py "$out" --dataset calibration/text/python-stdlib-validation.jsonl --prompts 40 \
     --thresholds 0.3,0.5,0.7,0.95 --out "$out-gained"

@@ -248,7 +248,7 @@ def test_earlier_bundles_with_exact_kv_are_read_and_propagated_ones_refused(tmp_
     assert open_bundle(path).manifest == written
     edit(path, "kv_cache_strategy", value="propagate")
     with pytest.raises(
-        BundleError, match=r"exact K/V agree .* as fast; export again \(`tide-export export MODEL -o NEW"
+        BundleError, match=r"exact K/V change .* as fast; export again \(`tide-export export MODEL -o NEW"
     ):
         open_bundle(path)
 

@@ -118,7 +118,7 @@ def test_a_recipe_says_all_this_too(tmp_path: Path) -> None:
 
 def test_tides_strategy_for_kv_may_be_exact_alone(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
-    gone = "propagate is gone, because exact K/V agree with full depth on 2 to 5 points more tokens and are as fast"
+    gone = "propagate is gone, because exact K/V change 2 to 5 points fewer tokens and are as fast"
     recipe, output = tmp_path / "recipe.toml", ["-o", str(tmp_path / "x")]
     for command in ("calibrate", "export"):
         exact = build_parser().parse_args([command, str(MODEL), *output, "--kv-cache-strategy", "exact"])

@@ -123,7 +123,7 @@ TEXTS: dict[str, tuple[bytes, str | None]] = {
         "propagated K/V": (
             _earlier("propagate"),
             "is of a bundle that propagates K/V (kv_cache_strategy propagate), which tide_export no longer does: "
-            "exact K/V agree with full depth on 2 to 5 points more tokens and are as fast; export again (`tide-export "
+            "exact K/V change 2 to 5 points fewer tokens and are as fast; export again (`tide-export "
             "export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers)",
         ),
         "propagated K/V, all else missing": (

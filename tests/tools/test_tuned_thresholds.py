@@ -34,7 +34,7 @@ def tuned(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
     bundle = Path(shutil.copytree(demo_bundle, folder / "bundle"))
     (folder / "tune.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:6]))
-    drawn = {"prompts": 36, "prompts_per_document": 6, "prompt_length": 12, "positions": 8}
+    drawn = {"prompts": 36, "prompts_per_document": 6, "prompt_length": 12, "positions": 8, "perplexity_epsilon": 9.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tide_export.tuning.auto.NEW_TOKENS", 8)  # no test looks at its speed
         report = tune(bundle, str(folder / "tune.jsonl"), epsilon=0.4, delta=0.2, threads=1, **drawn)
@@ -91,9 +91,14 @@ def test_the_risk_is_what_generate_does(bundle: Path, tune_check, monkeypatch):
     found = tune_check.check(str(bundle), str(TEXT), prompts=8, prompts_per_document=2, threads=1)
     engine = tide_export.load(bundle, threads=1)
     differing, layers = [], []
-    for ids in drawn[0].path + drawn[0].calibration:
+    for number, ids in enumerate(drawn[0].path + drawn[0].calibration):
+        options = {
+            "max_new_tokens": 1,
+            "temperature": found["certified"]["temperature"],
+            "seed": tune_check.SEED + number,
+        }
         for end in range(found["certified"]["prompt_length"], len(ids) + 1):
-            mine, full = (engine.generate(ids[:end], max_new_tokens=1, mode=mode) for mode in ("exit", "full"))
+            mine, full = (engine.generate(ids[:end], mode=mode, **options) for mode in ("exit", "full"))
             differing.append(mine.tokens != full.tokens)
             layers += mine.stats.exit_layer
     assert len(differing) == 8 * 8

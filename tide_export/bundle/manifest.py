@@ -222,7 +222,7 @@ def _take_strategy(data: dict[str, Any], source: str) -> None:
     if strategy == "propagate":
         raise BundleError(
             f"{source} is of a bundle that propagates K/V (kv_cache_strategy propagate), which tide_export no longer "
-            "does: exact K/V agree with full depth on 2 to 5 points more tokens and are as fast; " + EXPORT_AGAIN
+            "does: exact K/V change 2 to 5 points fewer tokens and are as fast; " + EXPORT_AGAIN
         )
     if strategy != "exact":
         raise BundleError(f"{source}: field 'kv_cache_strategy' must be exact")

@@ -129,8 +129,8 @@ class TideConfig(Settings):
         strategy = options[KV_CACHE_STRATEGY]
         if strategy == "propagate":
             raise ConfigError(
-                "option kv_cache_strategy: propagate is gone, because exact K/V agree with full depth on 2 to 5 points "
-                "more tokens and are as fast: omit the option, or give exact"
+                "option kv_cache_strategy: propagate is gone, because exact K/V change 2 to 5 points fewer "
+                "tokens and are as fast: omit the option, or give exact"
             )
         if strategy != "exact":
             raise ConfigError(f"option kv_cache_strategy: must be exact (got {strategy!r})")

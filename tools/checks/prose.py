@@ -29,7 +29,7 @@ INSTEAD = {
     r"what waits": "pending tokens",
     r"by and by": "say when",
     r"top-1 (?:agreement|tokens?|predictions?)|disagreements?": "changed tokens",
-    r"agreement with (?:full depth|the full model)|tokens to keep|keeps [\d.]+ % of": "changed tokens",
+    r"agreement with (?:full depth|the full model)|tokens to keep": "changed tokens",
 }
 
 

@@ -3,10 +3,10 @@
     python tools/checks/tuned_thresholds.py BUNDLE --dataset SPEC [--prompts N] [--prompts-per-document N]
 
 The deployed graph is run as `tune` ran it, over prompts of another dataset, and the bundle's own thresholds are
-applied: share of positions whose greedy token is not that of full depth (the mean over prompts is the risk), layers per
-token, where tokens exited. Documents that the routers were fitted on or that `tune` drew prompts from are omitted, by
-the hashes that both records keep. Exit code 0 when the measured risk is at most the certified epsilon, 1 when it is
-above, 2 when the bundle or the text cannot be used.
+applied: changed tokens at the temperature of `tune` (the mean over prompts is the risk), layers per token, where tokens
+exited. Documents that the routers were fitted on or that `tune` drew prompts from are omitted, by the hashes that both
+records keep. Exit code 0 when the measured risk is at most the certified epsilon, 1 when it is above, 2 when the bundle
+or the text cannot be used.
 
 The measured risk is one sample: just above epsilon is no proof against the promise, nor just below one for it. So the
 table also shows the p-value of "the true risk is above epsilon" (one test, independent prompts assumed) and each
@@ -37,6 +37,8 @@ from tide_export.tuning.guarantee import p_value
 from tide_export.tuning.measure import measure_prompts
 from tide_export.tuning.prompts import draw_prompts
 
+SEED = 1 << 32  # of noise that `tune` did not draw
+
 
 def check(
     bundle: str, dataset: str, *, prompts: int, prompts_per_document: int, threads: int | None = None
@@ -45,7 +47,7 @@ def check(
 
     Returns:
         What `tune` recorded (`certified`) and what was measured: `n` prompts, the `risk` (mean over prompts of the
-        share of positions that differ from full depth), its standard errors with prompts (`error_prompts`) or documents
+        share of changed tokens), its standard errors with prompts (`error_prompts`) or documents
         (`error_documents`; None with one) taken for independent, the `p_value` of "the true risk is above epsilon",
         `layers_per_token`, the share of tokens that exited by layers (`exits`), a row for each of the
         `documents` (hash, prompts, risk, layers per token), how many were left out, and whether
@@ -74,7 +76,9 @@ def check(
     may_exit = [layers for layers in manifest.checkpoints if layers >= manifest.min_layers]
     stored = dict(zip(manifest.checkpoints, manifest.thresholds, strict=True))
     with stage("running the graph", total=len(all_prompts)) as advance:
-        measured = measure_prompts(engine, all_prompts, prompt_length, may_exit, advance)
+        measured = measure_prompts(
+            engine, all_prompts, prompt_length, may_exit, advance, record.get("temperature", 0.0), SEED
+        )
     thresholds = [stored[layers] for layers in may_exit]
     losses, (_, layers) = measured.losses(thresholds), measured.outcome(thresholds)
     risk = float(losses.mean())
