@@ -47,13 +47,15 @@ def test_tokens_that_are_not_kept_are_read_again_for_lenses(demo):
 
 def test_seconds_are_tokens_times_costs():
     done = Work(read=1_000, again=500, lens=2_000, train=700, held_out=100)
-    seconds = dict.fromkeys(("model", "head", "target", "lens", "router"), 0.0)
+    seconds = dict.fromkeys(("model", "head", "target", "lens", "router", "changed"), 0.0)
     model = Costs(**seconds | {"model": 1.0}).of(done, checkpoints=3, depth=12)
     assert list(model.values()) == [1_500 + 4 * CURVE_TOKENS, 0, 0, 0]
     lenses = Costs(**seconds | {"target": 1.0, "lens": 0.1}).of(done, checkpoints=3, depth=12)
     assert list(lenses.values()) == pytest.approx([0, 2_000 * 1.3, 0, 0])
     routers = Costs(**seconds | {"router": 1.0}).of(done, checkpoints=3, depth=12)
     assert list(routers.values()) == [0, 0, 2_100, 0]
+    changed = Costs(**seconds | {"changed": 1.0}).of(done, checkpoints=3, depth=12)
+    assert list(changed.values()) == [0, 0, 0, 300]
 
 
 def test_costs_are_measured(demo, sequences):

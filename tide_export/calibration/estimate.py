@@ -20,12 +20,14 @@ from tide_export.calibration.lens_loss import PartialHead
 from tide_export.calibration.parallel import MAX_THREADS, in_parallel
 from tide_export.calibration.placement import CURVE_TOKENS
 from tide_export.calibration.split import Split
+from tide_export.common.changed_tokens import changed_tokens
 from tide_export.common.progress import duration
 from tide_export.model.source import SourceModel
 
 PROBED_TOKENS = 256  # per sequence
 LABELS = 0.6  # share of the head's time: `unchanged` rarely computes all of it
-MEASURED = 1.5  # in head times: the head with divergence and perplexity
+MEASURED = 1.5  # in head times: the head with divergence and added loss
+CHANGED_ROWS = 32  # of which changed tokens are timed
 EPOCHS = 0.8  # share of `router_epochs` after which the loss mostly stops falling
 ROUTER = 5.0  # small matmuls of the router's width per update
 Result = TypeVar("Result")
@@ -76,6 +78,7 @@ class Costs:
         target: the target of a lens.
         lens: an update of one lens.
         router: the updates of one router in all epochs.
+        changed: changed tokens of one exit.
     """
 
     model: float
@@ -83,6 +86,7 @@ class Costs:
     target: float
     lens: float
     router: float
+    changed: float
 
     @classmethod
     def measure(cls, source: SourceModel, split: Split, config: TideConfig) -> "Costs":
@@ -101,6 +105,8 @@ class Costs:
             model, hidden = _timed(lambda: torch.cat(list(in_parallel(source, run, ids))))
         normalized = source.normalize(hidden)
         head, _ = _timed(lambda: list(in_parallel(source, choose, blocks(source, len(hidden)))))
+        logits = predict(source, normalized[:CHANGED_ROWS]).logits.cpu().numpy()
+        changed, _ = _timed(lambda: changed_tokens(logits, logits[::-1], config.temperature))
         generator = torch.Generator().manual_seed(config.seed)
         partial_head, fit = PartialHead(source), start(source, hidden, config, depth)
         part = hidden[:UPDATE_TOKENS]
@@ -110,7 +116,8 @@ class Costs:
         )
         router = head * config.router_epochs * EPOCHS * ROUTER * config.router_bottleneck_dim / source.vocab_size
         tokens = len(hidden)
-        return cls(model / tokens, head / tokens, target / len(part), lens / len(part), router / tokens)
+        each = model / tokens, head / tokens, target / len(part), lens / len(part), router / tokens
+        return cls(*each, changed / len(logits) / threads)
 
     def of(self, work: Work, checkpoints: int, depth: int) -> dict[str, float]:
         """Returns the seconds of each part of `work`."""
@@ -121,7 +128,7 @@ class Costs:
             f"fitting {checkpoints} lenses to {work.lens:,}": work.lens * (self.target + checkpoints * self.lens),
             f"fitting {checkpoints} routers to {work.train:,}": self.head * kept * (1 + LABELS * checkpoints)
             + self.router * work.train * checkpoints,
-            "measuring": self.head * MEASURED * measured,
+            "measuring": self.head * MEASURED * measured + self.changed * work.held_out * checkpoints,
         }
 
 

@@ -101,7 +101,7 @@ def _both(p: np.ndarray, q: np.ndarray) -> float:
     q_j / q_i before i.
     """
     likely = np.maximum(p, q) > REST / len(p)
-    p, q = (np.append(one[likely], one[~likely].sum(dtype=np.float64)) for one in (p, q))
+    p, q = (np.append(one, max(0.0, 1 - one.sum(dtype=np.float64))) for one in (p[likely], q[likely]))
     order = np.argsort(p / np.maximum(p + q, 1e-300))
     p, q = p[order], q[order]
     from_here = p[::-1].cumsum()[::-1]
