@@ -2,8 +2,8 @@
 
 `unchanged`, the default, is for greedy decoding: the exit's likeliest token is the full model's, so no token is
 changed. `kl` is for sampling: the exit's distribution is within a bound of the full model's. `cosine` is TIDE's: the
-direction of the raw hidden state no longer changes. (TIDE compares with a hidden state after the final norm, which mixes
-direction with normalization.)
+direction of the raw hidden state no longer changes. (TIDE compares with a hidden state after the final norm, which
+mixes direction with normalization.)
 """
 
 from collections.abc import Callable, Iterator

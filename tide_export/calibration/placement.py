@@ -34,7 +34,8 @@ class LayerStatistics:
     """Measurements of n tokens after each of L layers.
 
     Attributes:
-        unchanged: bool [n, L], whether the head's likeliest token for the hidden state after 1 .. L layers is full depth's.
+        unchanged: bool [n, L], whether the head's likeliest token for the hidden state after 1 .. L layers is full
+            depth's.
         kl: float32 [n, L], KL(full || the head's distribution for that hidden state), nats.
         cosine: float32 [n, L], cosine similarity of the raw hidden state with the last layer's.
     """
@@ -104,8 +105,8 @@ def choose_checkpoints(statistics: LayerStatistics, costs: Costs, min_layers: in
 
     A token may exit at a layer if it is unchanged there (greedy) and after all deeper layers: a prediction that is lost
     again is chance, which no router can predict. Every router is assumed to find the same share `RECALL` of these
-    tokens, because routers read similar hidden states. A checkpoint costs its router (and lens) for every token that reaches
-    it, and a branch in the graph.
+    tokens, because routers read similar hidden states. A checkpoint costs its router (and lens) for every token that
+    reaches it, and a branch in the graph.
 
     Args:
         costs: costs of one layer and one router in a common unit.
