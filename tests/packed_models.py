@@ -107,6 +107,24 @@ def nvfp4(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     return parts, dense.reshape(rows.shape).T.numpy()
 
 
+def fp8(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """Blocks of 32 x 32 with a scale each."""
+    rows = torch.from_numpy(np.ascontiguousarray(matrix.T))
+    blocks = rows.reshape(len(rows) // 32, 32, -1, 32)
+    scales = blocks.abs().amax(dim=(1, 3)) / 448
+    wide = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    small = (rows / wide).to(torch.float8_e4m3fn)
+    return {"weight": small, "weight_scale_inv": scales}, (small.float() * wide).T.numpy()
+
+
+def fp8_rows(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """A scale a row."""
+    rows = torch.from_numpy(np.ascontiguousarray(matrix.T))
+    scales = rows.abs().amax(dim=1, keepdim=True) / 448
+    small = (rows / scales).to(torch.float8_e4m3fn)
+    return {"weight": small, "weight_scale": scales}, (small.float() * scales).T.numpy()
+
+
 def compressed_words(bits: int = 4, whole: bool = False, zeros: bool = False) -> Quantizer:
     """`whole`: one scale a row."""
 
@@ -213,11 +231,13 @@ def float_twin(folder: Path, twin: Path, tensors: Tensors) -> Any:
 
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
 V2 = {"checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 GPT2 = GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # the numbers of three bits of MXFP4; the fourth is the sign
 GPT_OSS = GptOssConfig(

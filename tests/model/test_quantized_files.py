@@ -12,6 +12,7 @@ from compressed_tensors.compressors.pack_quantized import PackedQuantizationComp
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from packed_models import (
     AWQ,
+    FP8,
     GPT2,
     GPTQ,
     GROUP,
@@ -29,6 +30,7 @@ from packed_models import (
     compressed,
     compressed_words,
     float_twin,
+    fp8,
     gptq,
     nvfp4,
     replace,
@@ -56,19 +58,6 @@ def symmetric(matrix: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np
 def compressed_bytes(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     integers, scales, dense = symmetric(matrix, 8, len(matrix))
     return {"weight": integers.astype(np.int8), "weight_scale": scales}, dense
-
-
-def fp8(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-    """Blocks of 32 x 32 with a scale each."""
-    rows = torch.from_numpy(np.ascontiguousarray(matrix.T))
-    blocks = rows.reshape(len(rows) // 32, 32, -1, 32)
-    scales = blocks.abs().amax(dim=(1, 3)) / 448
-    wide = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
-    small = (rows / wide).to(torch.float8_e4m3fn)
-    return {"weight": small, "weight_scale_inv": scales}, (small.float() * wide).T.numpy()
-
-
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], Quantizer, bool]] = {

@@ -9,7 +9,7 @@ kept. Other formats of compressed-tensors, fp8 and other mxfp4 use transformers'
 Models with more than quantized weights (activations, other methods) raise UnsupportedModelError.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any
@@ -30,6 +30,7 @@ from tide_export.model.quantized_modules import keep, widened
 
 COMPRESSED = "compressed-tensors"
 NVFP4 = "nvfp4"
+FP8_SCALES = ("weight_scale", "weight_scale_inv")
 NVFP4_PARTS = ("packed", "scale", "global_scale")
 COMPRESSED_PARTS = ("packed", "scale", "shape", "zero_point", "g_idx")
 MXFP4_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -73,6 +74,49 @@ def prepare_quantized(config: PretrainedConfig, name: str, packed: bool = False)
         settings["packed"] = packed
     owner.quantization_config = settings
     return description
+
+
+def dequantized(
+    tensors: Mapping[str, torch.Tensor], quantization: dict[str, Any] | None, name: str
+) -> dict[str, torch.Tensor]:
+    """Dequantizes the matrices among `tensors`, some of the checkpoint `name`, to float32; leaves others as they are.
+
+    Args:
+        quantization: the `quantization_config` of the checkpoint's config.json; None: it has none.
+
+    Raises:
+        UnsupportedModelError: as `prepare_quantized`.
+        ModelError: a matrix is damaged.
+    """
+    config = PretrainedConfig.from_dict({"quantization_config": quantization})
+    prepare_quantized(config, name)
+    settings = config.quantization_config or {"quant_method": None}
+    packed = _PackedConfig(**settings) if settings["quant_method"] == "tide_export" else None
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        path, _, part = key.rpartition(".")
+        modules.setdefault(path, {})[part] = tensor
+    weights = dict[str, torch.Tensor]()
+    for path, parts in modules.items():
+        scale = next((parts[part] for part in FP8_SCALES if part in parts), None)
+        if packed is not None and packed.needed[0] in parts:
+            matrix = widened(packed.weight(path, parts, False, None), False)
+            parts = {"weight": matrix} | {part: parts[part] for part in ("bias",) if part in parts}
+        elif "weight" in parts and parts["weight"].element_size() == 1:
+            if scale is None:
+                raise _problem(f"weight {path} is in 8 bits but has no {FP8_SCALES[0]}")
+            parts = {part: tensor for part, tensor in parts.items() if part not in FP8_SCALES}
+            parts["weight"] = _scaled(parts["weight"], scale)
+        weights |= {f"{path}.{part}" if path else part: tensor for part, tensor in parts.items()}
+    return weights
+
+
+def _scaled(matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiplies `matrix` [N, K] by `scales`: one number, one a row, or one a block of rows and columns."""
+    scales = scales.float().reshape(scales.shape if scales.dim() == 2 else (-1, 1))
+    for dim, size in enumerate(matrix.shape):
+        scales = scales.repeat_interleave(-(-size // scales.shape[dim]), dim).narrow(dim, 0, size)
+    return matrix.float() * scales
 
 
 def _gptq(settings: dict[str, Any]) -> tuple[str, str | None]:
@@ -192,6 +236,34 @@ class _PackedConfig(QuantizationConfigMixin):
             return read_compressed(parts, self.bits, self.group_size)
         return read_gptq(parts, self.bits, self.group_size, first_version=self.layout == "gptq")
 
+    def weight(
+        self, name: str, parts: dict[str, torch.Tensor], inputs_first: bool, expected: tuple[int, ...] | None
+    ) -> IntegerWeight | Nvfp4Matrix | torch.Tensor:
+        needed = self.needed
+        if needed[0] not in parts:
+            return parts["weight"]
+        missing = [part for part in needed if part not in parts]
+        if missing:
+            raise _problem(f"weight {name} has a {needed[0]} but no {missing[0]}")
+        if self.layout == NVFP4:
+            return self._nvfp4(name, parts, expected)
+        integers = self.read(parts)
+        (inputs, outputs), shapes = integers.shape, (integers.scales.shape, integers.zeros.shape)
+        shape = (inputs, outputs) if inputs_first else (outputs, inputs)
+        if expected not in (None, shape) or any(s[1] != outputs for s in shapes):
+            raise _problem(f"weight {name} is packed as {shape} with {self.bits} bits, but is {expected}")
+        groups = int(integers.groups.max()) + 1
+        if int(integers.groups.min()) < 0 or any(s[0] < groups for s in shapes):
+            raise _problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
+        return integers
+
+    def _nvfp4(self, name: str, parts: dict[str, torch.Tensor], expected: tuple[int, ...] | None) -> Nvfp4Matrix:
+        codes, scales, divisor = (parts[part] for part in self.needed)
+        shape = (codes.shape[0], 2 * codes.shape[1])
+        if expected not in (None, shape) or tuple(scales.shape) != (shape[0], shape[1] // 16) or shape[1] % 16:
+            raise _problem(f"weight {name} is packed as {shape} with scales {list(scales.shape)}, but is {expected}")
+        return Nvfp4Matrix(codes.reshape(shape[0], -1, 8).numpy(), scales, divisor)
+
 
 @register_quantizer("tide_export")
 class _PackedQuantizer(HfQuantizer):
@@ -271,7 +343,7 @@ class _Dequantize(ConversionOps):
         for prefix, parts in modules.items():
             expected = None if prefix else tuple(parameter.shape)
             read[prefix] = [
-                self._weight(full_layer_name, dict(zip(parts, tensors, strict=True)), inputs_first, expected)
+                self.settings.weight(full_layer_name, dict(zip(parts, tensors, strict=True)), inputs_first, expected)
                 for tensors in zip(*parts.values(), strict=True)
             ]
         attribute = full_layer_name.rpartition(".")[2]
@@ -302,34 +374,6 @@ class _Dequantize(ConversionOps):
             return False
         experts = IntegerExperts([*zip(*read.values(), strict=True)])
         return experts.shape == tuple(parameter.shape) and keep(owner, attribute, experts)
-
-    def _weight(
-        self, name: str, parts: dict[str, torch.Tensor], inputs_first: bool, expected: tuple[int, ...] | None
-    ) -> IntegerWeight | Nvfp4Matrix | torch.Tensor:
-        needed = self.settings.needed
-        if needed[0] not in parts:
-            return parts["weight"]
-        missing = [part for part in needed if part not in parts]
-        if missing:
-            raise _problem(f"weight {name} has a {needed[0]} but no {missing[0]}")
-        if self.settings.layout == NVFP4:
-            return self._nvfp4(name, parts, expected)
-        integers = self.settings.read(parts)
-        (inputs, outputs), shapes = integers.shape, (integers.scales.shape, integers.zeros.shape)
-        shape = (inputs, outputs) if inputs_first else (outputs, inputs)
-        if expected not in (None, shape) or any(s[1] != outputs for s in shapes):
-            raise _problem(f"weight {name} is packed as {shape} with {self.settings.bits} bits, but is {expected}")
-        groups = int(integers.groups.max()) + 1
-        if int(integers.groups.min()) < 0 or any(s[0] < groups for s in shapes):
-            raise _problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
-        return integers
-
-    def _nvfp4(self, name: str, parts: dict[str, torch.Tensor], expected: tuple[int, ...] | None) -> Nvfp4Matrix:
-        codes, scales, divisor = (parts[part] for part in self.settings.needed)
-        shape = (codes.shape[0], 2 * codes.shape[1])
-        if expected not in (None, shape) or tuple(scales.shape) != (shape[0], shape[1] // 16) or shape[1] % 16:
-            raise _problem(f"weight {name} is packed as {shape} with scales {list(scales.shape)}, but is {expected}")
-        return Nvfp4Matrix(codes.reshape(shape[0], -1, 8).numpy(), scales, divisor)
 
 
 def _problem(sentence: str) -> ModelError:

@@ -1,5 +1,6 @@
-"""The stages of the flow for a published draft head: reading, tracing, composing, writing."""
+"""The stages of the flow for a published draft head: reading, tracing, composing, writing, measuring."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import onnx_ir as ir
 
 from tide_export.bundle.file_names import DRAFTER_FILE, network_file
 from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.store import write_manifest
 from tide_export.common.progress import stage
 from tide_export.compose import step_graph
 from tide_export.compose.cut import Pieces
@@ -14,14 +16,20 @@ from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
 from tide_export.drafting.heads.eagle3 import read_eagle3
 from tide_export.drafting.heads.head import DraftHead
-from tide_export.drafting.heads.mtp import read_mtp
+from tide_export.drafting.heads.mtp import mtp_weights, read_mtp
 from tide_export.drafting.heads.pieces import fuse_of, head_pieces
+from tide_export.errors import DraftError
+from tide_export.graph.rewriting import required
 from tide_export.model.source import HALF, SourceModel
 from tide_export.names.networks import DRAFTER
 from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.pipeline.request import ExportRequest
 from tide_export.pipeline.weights import Lowering, lowering
 from tide_export.routers.router_set import RouterSet
+from tide_export.runtime.tensorrt.plugins import NONE
+from tide_export.tuning.drafter_gain import with_head
+
+logger = logging.getLogger("tide_export")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +51,22 @@ def given_head(source: SourceModel, request: ExportRequest, length: int) -> Give
     Its matrices get the type of the graph's.
 
     Raises:
-        DraftError: the head cannot be read or traced, or is for another model.
+        DraftError: the requested head cannot be read or traced, or is for another model.
     """
-    if request.draft_head is None:
+    if request.looks_for_own_head and mtp_weights(source):
+        try:
+            return _given(source, request, length)
+        except DraftError as error:
+            logger.warning("%s; the model is exported without it (--no-draft-head leaves it out)", error)
+    if request.draft_head in (None, NONE):
         return GivenHead()
+    return _given(source, request, length)
+
+
+def _given(source: SourceModel, request: ExportRequest, length: int) -> GivenHead:
+    own = request.draft_head is None or request.reads_own_head
     with stage("reading the draft head"):
-        head = read_mtp(source) if request.reads_own_head else read_eagle3(request.draft_head, source)
+        head = read_mtp(source) if own else read_eagle3(request.draft_head or "", source)
         if request.half is not None and head.fc is not None:
             head = replace(head, fc=head.fc.to(HALF[request.half]).float())
         return GivenHead(head, head_pieces(head, rows_for(length)))
@@ -81,3 +99,22 @@ def write_drafter(folder: Path, manifest: Manifest, given: GivenHead) -> Manifes
     if manifest.has_drafter_network:
         save_drafter_segment(folder, given.pieces, manifest, folder / network_file(DRAFTER))
     return manifest
+
+
+def keep_if_it_pays(folder: Path, manifest: Manifest) -> Manifest:
+    """Measures what the drafter of the new bundle in `folder` gains, and takes one that does not out of it.
+
+    Returns the manifest with what was measured, as written.
+    """
+    with stage("measuring what the draft head gains here"):
+        measured, comparison = with_head(folder)
+    if required(measured.drafting).max_learned == 0:
+        logger.info(
+            "drafts by the model's MTP layer do not pay here (%.2fx): the bundle is without it (--draft-head with the "
+            "model again keeps it)",
+            comparison.speedup,
+        )
+        measured = replace(manifest, drafter=None)
+        for name in (DRAFTER_FILE, network_file(DRAFTER)):
+            (folder / name).unlink(missing_ok=True)
+    return write_manifest(folder, measured, manifest.files)

@@ -17,7 +17,7 @@ from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
-from tide_export.pipeline.draft_head import compose, fusion, given_head, write_drafter
+from tide_export.pipeline.draft_head import compose, fusion, given_head, keep_if_it_pays, write_drafter
 from tide_export.pipeline.preflight import check_source, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.pipeline.weights import choose_weights, explain_weights, prepare_weights
@@ -50,7 +50,9 @@ def export(request: ExportRequest) -> Path:
             with stage("checking the graph against the model"):
                 check_export(folder, manifest, references)
         auto = measure_auto(folder, manifest, request.config.epsilon, request.config.perplexity_epsilon)
-        write_manifest(folder, replace(manifest, auto=auto), manifest.files)
+        manifest = write_manifest(folder, replace(manifest, auto=auto), manifest.files)
+        if manifest.drafter is not None and request.looks_for_own_head:
+            keep_if_it_pays(folder, manifest)
     return Path(request.output)
 
 

@@ -57,7 +57,9 @@ class ExportRequest:
         max_length: maximum sequence length in tokens; None: the model's context.
         lora_rank: maximum rank of the low-rank adapters that a runtime may load for the linear layers of the decoder
             layers; 0: no adapters.
-        draft_head: a published EAGLE-3 head, folder or hub id; or the model itself, for its MTP layer.
+        draft_head: a published EAGLE-3 head, folder or hub id; the model itself, for the MTP layer in its checkpoint;
+            or "none". None: for ONNX Runtime alone, that MTP layer if there is one and drafts by it are measured to
+            pay here.
         batch_size: maximum sequences per step with TensorRT; None: `bundle.profiles.BATCH_SIZE`.
         device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
             devices or on disk, and each weight is read when it is written.
@@ -175,8 +177,13 @@ class ExportRequest:
         """Whether `draft_head` is the model itself."""
         return self.draft_head is not None and _same(self.draft_head, self.model)
 
+    @property
+    def looks_for_own_head(self) -> bool:
+        """Whether an MTP layer in the checkpoint is read without being asked for."""
+        return self.draft_head is None and self.flavour is None and self.device_map is None
+
     def _check_draft_head(self) -> None:
-        if self.draft_head is not None and self.flavour is not None and not self.reads_own_head:
+        if self.draft_head not in (None, NONE) and self.flavour is not None and not self.reads_own_head:
             raise ConfigError(
                 f"an EAGLE-3 head as draft_head is for target onnxruntime alone: it reads hidden states that the "
                 f"segment networks of {self.flavour.name} do not give"

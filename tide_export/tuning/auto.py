@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from math import ceil
@@ -22,6 +23,7 @@ from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.common.changed_tokens import TEMPERATURE
 from tide_export.common.progress import stage
+from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
@@ -120,7 +122,7 @@ def with_exits(
     )
     if auto.mode != "exit" or not slots:
         return auto
-    modes, prompts = _modes(thresholds), _prompts(engine)
+    modes, prompts = _modes(thresholds), shipped_prompts(engine)
     new_tokens = max(MIN_NEW_TOKENS, min(NEW_TOKENS, _room(engine.manifest, prompts)))
     return _for_several(engine, auto, [replace(mode, max_new_tokens=new_tokens) for mode in modes], prompts, slots)
 
@@ -200,12 +202,8 @@ def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:
     The modes are interleaved token by token. Other programs delay single steps, so each step counts as the median of
     the steps that ran equally many layers.
     """
-    modes, prompts = _modes(thresholds), _prompts(engine)
-    started = time.perf_counter()
-    _decode(engine, modes, prompts[0], MIN_NEW_TOKENS, seed=0)  # allocates memory, and times a token
-    seconds = time.perf_counter() - started
-    affordable = int(MIN_NEW_TOKENS * SECONDS / (seconds * ROUNDS * len(prompts)))
-    new_tokens = max(MIN_NEW_TOKENS, min(NEW_TOKENS, affordable, _room(engine.manifest, prompts)))
+    modes, prompts = _modes(thresholds), shipped_prompts(engine)
+    new_tokens = affordable_tokens(engine, modes, prompts)
     steps: list[dict[int, list[float]]] = [{} for _ in modes]
     for number in range(ROUNDS * len(prompts)):
         decoded = _decode(engine, modes, prompts[number % len(prompts)], new_tokens, seed=number)
@@ -214,6 +212,15 @@ def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:
                 classes.setdefault(count, []).append(value)
     costs = [sum(len(times) * median(times) for times in classes.values()) for classes in steps]
     return costs[0] / costs[1]
+
+
+def affordable_tokens(engine: Engine, modes: Sequence[GenerationConfig], prompts: Sequence[list[int]]) -> int:
+    """Returns how many tokens to generate after each of `prompts` in each mode and round."""
+    started = time.perf_counter()
+    _decode(engine, modes, prompts[0], MIN_NEW_TOKENS, seed=0)  # allocates memory, and times a token
+    seconds = time.perf_counter() - started
+    affordable = int(MIN_NEW_TOKENS * SECONDS / (seconds * ROUNDS * len(prompts)))
+    return max(MIN_NEW_TOKENS, min(NEW_TOKENS, affordable, _room(engine.manifest, prompts)))
 
 
 def _decode(
@@ -231,13 +238,15 @@ def _decode(
     return [(seconds[1 : len(layers)], layers[1:]) for seconds, layers in zip(times, counts, strict=True)]
 
 
-def _prompts(engine: Engine) -> list[list[int]]:
+def shipped_prompts(engine: Engine) -> list[list[int]]:
+    """Returns the token ids of `PROMPTS`, or single tokens where the bundle has no tokenizer for them."""
     manifest = engine.manifest
-    if TOKENIZER_FILE in engine.bundle.files:
-        tokenizer = BundleTokenizer(engine.bundle)
-        prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-        if all(max(ids) < manifest.model.vocab_size for ids in prompts):
-            return [ids[: max(1, (manifest.model.context_length or len(ids)) // 2)] for ids in prompts]
+    with suppress(GenerationError):  # a tokenizer that knows no token of a prompt
+        if TOKENIZER_FILE in engine.bundle.files:
+            tokenizer = BundleTokenizer(engine.bundle)
+            prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+            if all(max(ids) < manifest.model.vocab_size for ids in prompts):
+                return [ids[: max(1, (manifest.model.context_length or len(ids)) // 2)] for ids in prompts]
     return [[(7919 * (number + 1)) % manifest.model.vocab_size] for number in range(len(PROMPTS))]
 
 

@@ -1,18 +1,20 @@
-"""Measures the cost and the speed-up of a bundle's drafter, after `draft` has written it."""
+"""Measures the cost and the speed-up of a bundle's drafter, after `draft` or `export` has written it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from tide_export.bundle.manifest import Manifest
-from tide_export.runtime.engine import Engine
-from tide_export.tuning.auto import with_lossless
+from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.engine import Engine, load
+from tide_export.tuning.auto import PROVIDER, TEMPERATURE, affordable_tokens, shipped_prompts, with_lossless
 from tide_export.tuning.lossless import MIN_SPEEDUP, compare
 from tide_export.tuning.replay import learned, off, step_costs
 from tide_export.tuning.report import Comparison
 from tide_export.tuning.request import LosslessRequest
 
-METHOD = "interleaved generations after the drafter was trained"
+METHOD = "interleaved generations after the drafter was written"
 
 
 def with_drafter(
@@ -48,3 +50,12 @@ def with_drafter(
     drafting = (setting if pays else off(costs, checkpoints)).drafting(costs, record)
     auto = with_lossless(tuned, measured.speedup if pays else None, replace(request, slots=()), prompts)
     return replace(engine.manifest, drafting=drafting, auto=auto), measured
+
+
+def with_head(bundle: Path) -> tuple[Manifest, Comparison]:
+    """Compares lossless mode with the draft head of `bundle` to full depth, as `with_drafter`, on shipped prompts."""
+    engine = load(bundle, provider=PROVIDER, verify=False)
+    full = GenerationConfig(mode="full", temperature=TEMPERATURE, stop_token_ids=())
+    prompts = shipped_prompts(engine)
+    new_tokens = affordable_tokens(engine, [full, replace(full, mode="lossless")], prompts)
+    return with_drafter(engine, prompts, TEMPERATURE, new_tokens)

@@ -10,9 +10,11 @@ import onnx_ir as ir
 import onnxruntime
 import torch
 from ort_sessions import session_options
+from packed_checkpoints import QUANTIZED, Quantizer
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.compose.drafter_networks import EMBEDDINGS, compose_drafter
@@ -130,21 +132,40 @@ class Eagle3:
         torch.save(self.weights, folder / "pytorch_model.bin")
         return folder
 
-    def write_speculators(self, folder: Path, **changes: Any) -> Path:
-        """In the layout of the package `speculators`."""
+    def quantized(self, settings: dict[str, Any], quantize: Quantizer) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint whose projections are quantized; `weights` become what they stand for."""
+        self.config["quantization_config"] = settings
+        stored = dict(self.weights)
+        for name in filter(QUANTIZED.search, self.weights):
+            if name == "lm_head.weight":  # as `ignore` of their settings says
+                continue
+            parts, meant = quantize(stored.pop(name).T.numpy())
+            stored |= {name.removesuffix("weight") + part: as_tensor(array) for part, array in parts.items()}
+            self.weights[name] = as_tensor(meant.T)
+        return stored
+
+    def write_speculators(self, folder: Path, stored: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+        """In the layout of the package `speculators`; `stored`: the tensors, if they are not `weights`."""
         folder.mkdir()
-        top = {"draft_vocab_size", "architectures"}
+        top = {"draft_vocab_size", "architectures", "quantization_config"}
         config = {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "draft_vocab_size": self.config.get("draft_vocab_size"),
             "norm_before_residual": True,
+            "quantization_config": self.config.get("quantization_config"),
             "transformer_layer_config": {key: value for key, value in self.config.items() if key not in top},
         }
         (folder / "config.json").write_text(json.dumps(config | changes))
-        named = {key.replace("midlayer.", "layers.0."): value for key, value in self.weights.items()}
+        tensors = self.weights if stored is None else stored
+        named = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
         save_file(named, folder / "model.safetensors")
         return folder
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    """A tensor of its own, as files need it."""
+    return array.contiguous() if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
 
 
 def network_equals_step(head: DraftHead, file: Path, rows: int = CONTEXT - 4, drafts: int = 4) -> None:
@@ -201,14 +222,19 @@ def exported(model: Path, head: Path | None, folder: Path, checkpoints: tuple[in
         str(model),
         folder / "bundle",
         routers=folder / "routers.safetensors",
-        draft_head=None if head is None else str(head),
+        draft_head="none" if head is None else str(head),
         **{"weights": "fp32"} | options,
     )
     manifest = open_bundle(bundle).manifest
     if manifest.drafter is not None:
-        eager = replace(manifest.drafter, acceptance=(0.9,) * len(CONFIDENCES))
-        write_manifest(bundle, replace(manifest, drafter=eager))
+        write_manifest(bundle, eager(manifest))
     return bundle
+
+
+def eager(manifest: Manifest) -> Manifest:
+    """The manifest of a drafter that drafts until it has shown that it should not."""
+    assert manifest.drafter is not None
+    return replace(manifest, drafter=replace(manifest.drafter, acceptance=(0.9,) * len(CONFIDENCES)))
 
 
 def prompt(vocabulary: int, length: int, seed: int = 3) -> list[int]:

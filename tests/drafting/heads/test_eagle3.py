@@ -8,6 +8,22 @@ import onnx_ir as ir
 import pytest
 import tiers
 import torch
+from packed_checkpoints import (
+    AWQ,
+    FLOAT8,
+    FP8,
+    GPTQ,
+    INT4,
+    NVFP4,
+    Quantizer,
+    awq,
+    compressed,
+    compressed_words,
+    fp8,
+    fp8_rows,
+    gptq,
+    nvfp4,
+)
 from plain_graphs import Batch
 from random_heads import (
     CONTEXT,
@@ -107,13 +123,25 @@ def make(layout: str, folder: Path) -> tuple[Eagle3, Path, bool, bool]:
         head = Eagle3.random(vocabulary=None, query_norms=True)
         return head, head.write(folder), False, False
     head = Eagle3.random()
+    if layout in QUANTIZATIONS:
+        settings, quantize = QUANTIZATIONS[layout]
+        stored = head.quantized(settings, quantize)
+        return head, head.write_speculators(folder, stored), False, True
     return head, head.write_speculators(folder), False, True
 
 
+QUANTIZATIONS: dict[str, tuple[dict[str, Any], Quantizer]] = {
+    "gptq": (GPTQ, gptq()),
+    "awq": (AWQ, awq),
+    "compressed-tensors, 4 bits": (compressed("pack-quantized", INT4), compressed_words()),
+    "compressed-tensors, fp8": (compressed("float-quantized", FLOAT8), fp8_rows),
+    "compressed-tensors, nvfp4": (compressed("nvfp4-pack-quantized", NVFP4), nvfp4),
+    "fp8": (FP8, fp8),
+}
 LAYOUTS = ("eagle", "bin, scaled rotary, biases", "whole vocabulary, query norms", "speculators")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *QUANTIZATIONS])
 def test_a_head_is_what_its_authors_publish(layout: str, source: SourceModel, tmp_path: Path) -> None:
     head, folder, scaled, before = make(layout, tmp_path / "head")
     read = read_eagle3(str(folder), source)
@@ -153,15 +181,18 @@ def test_the_network_is_the_head_with_rounded_weights(layout: str, source: Sourc
 # --- in a bundle -----------------------------------------------------------------------------------------------------
 
 
-BUNDLES = {  # checkpoints of a model of five layers, and the layers that its head reads after
-    "one segment's layers": ((1, 4), (2, 3, 4)),
-    "a checkpoint between all layers": ((1, 2, 3, 4), (1, 4, 5)),
+BUNDLES = {  # checkpoints of a model of five layers, the layers that its head reads after, and whether it norms states
+    "one segment's layers": ((1, 4), (2, 3, 4), False),
+    "a checkpoint between all layers": ((1, 2, 3, 4), (1, 4, 5), True),
 }
 
 
-def head_after(*layers: int) -> Eagle3:
+def head_after(*layers: int, norm_before_fc: bool = False) -> Eagle3:
     head = Eagle3.random()
     head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
+    if norm_before_fc:
+        head.config["norm_before_fc"] = True
+        head.weights["input_norm.weight"] = 1 + 0.2 * torch.randn(192, generator=torch.Generator().manual_seed(2))
     return head
 
 
@@ -173,8 +204,8 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=BUNDLES)
 def bundle(request: pytest.FixtureRequest, shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A bundle, the layers that its head reads after, and the head."""
-    checkpoints, layers = BUNDLES[request.param]
-    folder, head = tmp_path_factory.mktemp("bundles"), head_after(*layers)
+    checkpoints, layers, norm_before_fc = BUNDLES[request.param]
+    folder, head = tmp_path_factory.mktemp("bundles"), head_after(*layers, norm_before_fc=norm_before_fc)
     return exported(shallow, head.write(folder / "head"), folder / "made", checkpoints), layers, head
 
 
@@ -190,12 +221,17 @@ def hidden_states(source: SourceModel, ids: list[int], layers: tuple[int, ...]) 
     return torch.cat([raw[layer][0] for layer in layers], -1)
 
 
+def fused(head: Eagle3, hidden: torch.Tensor) -> torch.Tensor:
+    norm = head.weights.get("input_norm.weight")
+    return (hidden if norm is None else rms(hidden, norm)) @ head.weights["fc.weight"].T
+
+
 def test_draft_states_are_the_fused_hidden_states(bundle: tuple[Any, ...], engine: Engine, shallow: Path) -> None:
     """In a run over two sequences; `states` are those that the model's head reads nevertheless."""
     source, (path, layers, head) = load_model(str(shallow)), bundle
     texts = [prompt(VOCABULARY, 20), prompt(VOCABULARY, 7)[::-1]]
     outputs = Batch(open_bundle(path), 2).through(texts, range(len(engine.manifest.segment_sizes)))
-    expected = torch.cat([hidden_states(source, ids, layers) for ids in texts]) @ head.weights["fc.weight"].T
+    expected = fused(head, torch.cat([hidden_states(source, ids, layers) for ids in texts]))
     np.testing.assert_allclose(outputs[batch_networks.DRAFT_STATES][0], expected, rtol=1e-3, atol=1e-3)
     made = engine.generate(texts[0], mode="full", max_new_tokens=3, states=True, stop_token_ids=[])
     with torch.no_grad():
@@ -217,7 +253,7 @@ def test_states_of_earlier_steps_are_kept(bundle: tuple[Any, ...], shallow: Path
         exits.append(graph.step(new).exit_layer)
         final.append(graph.outputs[names.FINAL_STATES])
     assert exits[1:3] == [checkpoints[-1], checkpoints[0]]
-    expected = hidden_states(source, ids, layers).reshape(8, -1) @ head.weights["fc.weight"].T
+    expected = fused(head, hidden_states(source, ids, layers).reshape(8, -1))
     assert [states.shape[1] for states in final] == [5, 0, 0, 3]
     np.testing.assert_allclose(final[0][0], expected[:5], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(final[3][0], expected[5:], rtol=1e-3, atol=1e-3)
@@ -273,11 +309,12 @@ STORED = {"int4": {"blocks": 64 * 192 // 2, "scales": 64 * 192 // 32 * 4}, "bf16
 @pytest.mark.parametrize("weights", tiers.exhaustive_beyond(1, STORED))
 def test_the_fused_matrix_has_the_bundle_s_precision(weights: str, tmp_path: Path) -> None:
     model = target(tmp_path / "target", num_hidden_layers=3)
-    head = head_after(1, 2, 3).write(tmp_path / "head")
+    head = head_after(1, 2, 3, norm_before_fc=True).write(tmp_path / "head")
     bundle = exported(model, head, tmp_path / "made", (2,), weights=weights)
     assert drafts_cost_no_token(load(bundle, provider="cpu", threads=1)) > 20
     tensors = {value.name: value.const_value for value in ir.load(bundle / "model.onnx").graph.initializers.values()}
     fused = {name: tensor.nbytes for name, tensor in tensors.items() if name.startswith(names.DRAFT_HEAD_FUSION)}
-    assert fused == {f"{names.DRAFT_HEAD_FUSION}.{part}": size for part, size in STORED[weights].items()}
+    expected = STORED[weights] | {"norm": 192 * 4}
+    assert fused == {f"{names.DRAFT_HEAD_FUSION}.{part}": size for part, size in expected.items()}
     error = restore(load_model(str(model)), open_bundle(bundle))  # as `validate` does: the head's matrix is no model's
     assert weights == "bf16" or (error is not None and 0 < error < 0.2)

@@ -46,7 +46,18 @@ REFUSED = {
     "another vocabulary": (config(vocab_size=99), "its vocabulary has 99 tokens, the model's 97"),
     "another vocabulary, told apart": (config(target_vocab_size=98), "its vocabulary has 98 tokens, the model's 97"),
     "other heads": (config(num_attention_heads=2), r"weight midlayer.self_attn.\w_proj.weight is \[.*as its config"),
-    "quantized": (config(quantization_config={"bits": 4}), "is quantized: give it as it was before"),
+    "quantized by an unknown method": (
+        config(quantization_config={"quant_method": "modelopt"}),
+        "is quantized with modelopt, which cannot be read: give it as it was before",
+    ),
+    "damaged integers": (
+        config(quantization_config={"quant_method": "gptq", "bits": 4}, hidden_size=64),
+        "weight midlayer.self_attn.q_proj has a qweight but no qzeros",
+    ),
+    "a norm that its config does not know": (
+        weight("input_norm.weight", torch.ones(3 * WIDTH)),
+        "must have a weight input_norm.weight of .192. where its config.json says norm_before_fc, and only there",
+    ),
     "one state": (config(eagle_config={"use_aux_hidden_state": False}), "reads one hidden state of the model, not"),
     "layers that are not there": (
         config(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, DEPTH]}),
@@ -71,6 +82,10 @@ REFUSED = {
         "a number of d2t for each row",
     ),
     "NaN": (weight("norm.weight", torch.full((WIDTH,), torch.nan)), "weight norm.weight holds NaN or infinity"),
+    "NaN before its layer": (
+        weight("fc.weight", torch.full((WIDTH, 3 * WIDTH), torch.nan)),
+        "weight fc.weight holds NaN",
+    ),
     "an embedding of its own": (
         weight("embed_tokens.weight", torch.ones(VOCABULARY, WIDTH)),
         "has an embedding of its own, which is not the model's: such heads are not read",
@@ -83,6 +98,8 @@ def test_other_layouts_and_other_models_heads_are_refused(case: str, source: Sou
     change, says = REFUSED[case]
     head = Eagle3.random()
     change(head)
+    if case == "damaged integers":
+        head.weights["midlayer.self_attn.q_proj.qweight"] = head.weights.pop("midlayer.self_attn.q_proj.weight").int()
     folder = head.write(tmp_path / "head")
     with pytest.raises(DraftError, match=says) as refused:
         read_eagle3(str(folder), source)

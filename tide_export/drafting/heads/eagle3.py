@@ -1,6 +1,7 @@
 """Reads EAGLE-3 heads (Li et al. 2025, https://arxiv.org/abs/2503.01840).
 
-Formats: those of EAGLE, SpecForge, AngelSlim and NVIDIA, and of the package `speculators`.
+Layouts: of EAGLE, SpecForge (specforge/modeling/draft/llama3_eagle.py), AngelSlim and NVIDIA; and of the package
+`speculators` (src/speculators/models/eagle3/core.py), also quantized.
 
 For a token with embedding x after a position with hidden states a, b, c after three of the model's layers:
 
@@ -9,7 +10,8 @@ For a token with embedding x after a position with hidden states a, b, c after t
     z = z + mlp(rms(z) * post_attention_layernorm)
     logits = lm_head (rms(z) * norm),  next s = z
 
-The residual is s, or the normalized s (`norm_before_residual`). Logits are of a vocabulary of its own; `d2t` has each
+The residual is s, or the normalized s (`norm_before_residual`). With `norm_before_fc`, s = fc (rms([a; b; c]) *
+input_norm). Logits are of a vocabulary of its own; `d2t` has each
 token's id in the model's less its own.
 """
 
@@ -33,8 +35,9 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from tide_export.common.progress import quiet_transformers
-from tide_export.drafting.heads.head import DraftHead
-from tide_export.errors import DraftError, first_line
+from tide_export.drafting.heads.head import DraftHead, check_embedding
+from tide_export.errors import DraftError, UnsupportedModelError, first_line
+from tide_export.model.quantized_checkpoints import ADVICE, dequantized
 from tide_export.model.source import SourceModel
 
 FILES = ("config.json", "*.safetensors", "*.bin")
@@ -45,7 +48,6 @@ SIZES = (
 )
 LAYER = "midlayer."  # its name in EAGLE's layout; `speculators` says `layers.0.`
 SPECULATORS_LAYER = "layers.0."
-EMBEDDING_ERROR = 1e-2  # relative, of an embedding in 16 bits that is the model's
 
 
 class Eagle3Step(LlamaPreTrainedModel):
@@ -93,10 +95,11 @@ def read_eagle3(name: str, source: SourceModel) -> DraftHead:
     """
     folder = _folder(name)
     config = _config(folder, name)
-    weights = _weights(folder, name)
     _check_config(config, name, source)
-    _check_embedding(weights.pop("embed_tokens.weight", None), name, source)
+    weights = _weights(folder, name, config.get("quantization_config"))
+    check_embedding(weights.pop("embed_tokens.weight", None), f"draft head {name!r}", source)
     offsets, fc = weights.pop("d2t", None), weights.pop("fc.weight", None)
+    norm = weights.pop("input_norm.weight", None)
     weights.pop("t2d", None)
     width = int(config["hidden_size"])
     if fc is None or tuple(fc.shape) != (width, 3 * width):
@@ -105,7 +108,18 @@ def read_eagle3(name: str, source: SourceModel) -> DraftHead:
     tokens, order = _tokens(weights.get("lm_head.weight"), offsets, name, source).sort()
     weights["lm_head.weight"] = weights["lm_head.weight"][order]
     step = _step(config, weights, name)
-    return DraftHead("EAGLE-3", name, step, step, tokens.numpy(), layers=_layers(config, name, source), fc=fc.float())
+    fc, epsilon = fc.float(), None
+    if bool(config.get("norm_before_fc")) != (norm is not None) or (norm is not None and norm.shape != fc.shape[1:]):
+        raise DraftError(
+            f"draft head {name!r} must have a weight input_norm.weight of [{3 * width}] where its config.json says "
+            "norm_before_fc, and only there"
+        )
+    if norm is not None:
+        fc, epsilon = fc * norm.float(), float(step.config.rms_norm_eps)
+    if not bool(torch.isfinite(fc).all()):
+        raise DraftError(f"draft head {name!r}: weight fc.weight holds NaN or infinity")
+    layers = _layers(config, name, source)
+    return DraftHead("EAGLE-3", name, step, step, tokens.numpy(), layers=layers, fc=fc, fc_epsilon=epsilon)
 
 
 def _folder(name: str) -> Path:
@@ -129,15 +143,18 @@ def _config(folder: Path, name: str) -> dict[str, Any]:
         raise DraftError(f"the config.json of draft head {name!r} cannot be read: {first_line(error)}") from error
 
 
-def _weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """All weights, by their names in EAGLE's layout."""
+def _weights(folder: Path, name: str, quantization: Any) -> dict[str, torch.Tensor]:
+    """All weights, dequantized, by their names in EAGLE's layout."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     weights: dict[str, torch.Tensor] = {}
     try:
         for file in files:
             plain = file.suffix == ".bin"
             weights |= torch.load(file, map_location="cpu", weights_only=True) if plain else load_file(file)
+        weights = dequantized(weights, quantization, f"draft head {name!r}")
         named = {key.replace(SPECULATORS_LAYER, LAYER, 1): value for key, value in weights.items()}
+    except UnsupportedModelError as error:
+        raise DraftError(str(error).replace(ADVICE, "give it as it was before")) from error
     except Exception as error:  # torch and safetensors raise many kinds
         raise DraftError(f"the weights of draft head {name!r} cannot be read: {first_line(error)}") from error
     if not named:
@@ -146,8 +163,6 @@ def _weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _check_config(config: Mapping[str, Any], name: str, source: SourceModel) -> None:
-    if config.get("quantization_config") is not None:
-        raise DraftError(f"draft head {name!r} is quantized: give it as it was before")
     if config.get("num_hidden_layers", 1) != 1:
         raise DraftError(
             f"draft head {name!r} has {config['num_hidden_layers']} layers, and only heads of one are read"
@@ -167,22 +182,6 @@ def _check_config(config: Mapping[str, Any], name: str, source: SourceModel) -> 
     eagle = config.get("eagle_config")
     if isinstance(eagle, dict) and eagle.get("use_aux_hidden_state") is False:
         raise DraftError(f"draft head {name!r} reads one hidden state of the model, not three: it is no EAGLE-3 head")
-
-
-def _check_embedding(table: torch.Tensor | None, name: str, source: SourceModel) -> None:
-    """Checks that the head's embedding, if it has one, is the model's, which is read in its place."""
-    if table is None:
-        return
-    module = source.model.get_input_embeddings()
-    path = next(path for path, found in source.model.named_modules() if found is module)
-    own = source.weight(f"{path}.weight")
-    rows = min(len(own), len(table))
-    if own.shape[1:] != table.shape[1:] or not torch.allclose(
-        own[:rows], table[:rows].float(), rtol=EMBEDDING_ERROR, atol=EMBEDDING_ERROR * float(own.abs().max())
-    ):
-        raise DraftError(
-            f"draft head {name!r} has an embedding of its own, which is not the model's: such heads are not read"
-        )
 
 
 def _tokens(head: torch.Tensor | None, offsets: torch.Tensor | None, name: str, source: SourceModel) -> torch.Tensor:

@@ -1,25 +1,49 @@
-"""Reads the MTP layers of a model's own files.
+"""Reads the MTP layer in a model's own checkpoint, in the layouts that are published.
 
-transformers' `MtpModel` knows their layouts.
+Such a layer reads what the model's head reads of a position, after the final norm, and the next token's embedding
+(DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437):
 
-Such a layer reads what the model's head reads of a position, and the next token's embedding (DeepSeek-AI 2024,
-https://arxiv.org/abs/2412.19437). The first one is read; the same layer makes further drafts from its own.
+    z = decoder layer (fc [rms(embedding) * embedding norm; rms(state) * state norm])
+    next state = rms(z) * norm,  logits = the model's head of the next state
+
+The decoder layer is of the model's own kind, with its rotary angles; a norm multiplies by 1 + weight where the model's
+do. `LAYOUTS` has the names; transformers' `MtpModel` runs them. The first layer is read; further drafts are made by the
+same layer from its own states.
+
+Sources: the README_WEIGHTS of DeepSeek-V3; vLLM's deepseek_mtp.py, qwen3_next_mtp.py and qwen3_5_mtp.py; that the state
+is the normalized one: llama.cpp#24025.
 """
 
+import re
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpModel
+from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
+from transformers.utils.generic import ContextManagers
 
 from tide_export.common.progress import quiet_transformers
-from tide_export.drafting.heads.head import CAUSAL, DraftHead
-from tide_export.errors import DraftError, first_line
+from tide_export.drafting.heads.head import CAUSAL, DraftHead, check_embedding
+from tide_export.errors import DraftError, TideError, first_line
+from tide_export.model.pretrained import is_gguf
+from tide_export.model.quantized_checkpoints import dequantized
 from tide_export.model.source import SourceModel
 from tide_export.trace.attention.masks import Mask
 from tide_export.trace.passthrough_cache import passthrough_cache
+
+# The name of `fc`, whose prefix is that of all weights, and what else has the prefix but is of a further layer.
+LAYOUTS = (
+    (r"(?P<prefix>(?:.*\.)?layers\.{depth}\.)eh_proj\..*", None),  # DeepSeek, GLM: after the model's layers
+    (r"(?P<prefix>mtp\.)fc\..*", r"layers\.[1-9]"),  # Qwen, Mellum: beside the model
+)
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # the model's own
 
 
 class MtpStep(nn.Module):
@@ -37,31 +61,118 @@ class MtpStep(nn.Module):
         return self.model._project_to_logits(hidden), hidden
 
 
+def mtp_weights(source: SourceModel) -> dict[str, str]:
+    """Returns the file of each weight of the first MTP layer of the checkpoint of `source`; none: it has no layer."""
+    if is_gguf(source.name):
+        return {}
+    try:
+        files, index = _get_resolved_checkpoint_files(source.name, None, None, True, None, False)
+    except OSError:  # no safetensors
+        return {}
+    files = files or []
+    if index is not None:
+        paths = {Path(file).name: file for file in files}
+        names = {name: paths[file] for name, file in index["weight_map"].items()}
+    else:
+        with safe_open(files[0], framework="pt") as opened:
+            names = dict.fromkeys(opened.keys(), files[0])
+    for fc, others in LAYOUTS:
+        pattern = re.compile(fc.replace("{depth}", str(source.num_layers)))
+        for found in filter(None, map(pattern.fullmatch, names)):
+            prefix = found["prefix"]
+            own = {name: file for name, file in names.items() if name.startswith(prefix)}
+            return {name: file for name, file in own.items() if not re.match(others or "$", name.removeprefix(prefix))}
+    return {}
+
+
 def read_mtp(source: SourceModel) -> DraftHead:
     """Reads the first MTP layer of the model that `source` was loaded from.
 
     Raises:
         DraftError: it has none, or one that cannot be read.
     """
-    name = source.name
-    if not getattr(source.text_config, "num_mtp_layers", None):
+    name, files = source.name, mtp_weights(source)
+    if not files:
         raise DraftError(
-            f"model {name!r} has no MTP layers that transformers knows: give the folder of an EAGLE-3 head"
+            f"model {name!r} has no MTP layer of a layout that is known: give the folder of an EAGLE-3 head"
         )
     try:
         with quiet_transformers():
-            quantized = PretrainedConfig.get_config_dict(name)[0].get("quantization_config")
-            model = None if quantized else MtpModel.from_pretrained(source.model)
+            config, _ = PretrainedConfig.get_config_dict(name)
+            quantization = (config | config.get("text_config", {})).get("quantization_config")
+            weights = dequantized(_tensors(files), quantization, f"model {name!r}")
+            check_embedding(_embedding(weights), f"the MTP layer of model {name!r}", source)
+            model = _empty(source, weights)
+            names: Any = model.get_weight_conversions(source.model)
+            loading = LoadStateDictConfig(weight_mapping=names, dtype=torch.float32)
+            info, _ = convert_and_load_state_dict_in_model(model, weights, loading)
+    except DraftError:
+        raise
     except Exception as error:  # transformers raises many kinds
-        raise DraftError(f"the MTP layers of model {name!r} cannot be read: {first_line(error)}") from error
-    if model is None:
-        raise DraftError(f"model {name!r} is quantized, and its MTP layers can then not be read")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise DraftError(f"the MTP layers of model {name!r} need its head in memory: export without a device map")
+        reason = str(error) if isinstance(error, TideError) else first_line(error)
+        raise DraftError(f"the MTP layer of model {name!r} cannot be read: {reason}") from error
+    _check(model, info, name)
+    if any(parameter.is_meta for parameter in model.shared_head.parameters()):
+        model.shared_head = _head(source)
+    model.embed_tokens = nn.Identity()  # its embeddings are given
     if model.config.hidden_size != source.normalized_size:
-        raise DraftError(f"the MTP layers of model {name!r} read other hidden states than its head")
+        raise DraftError(f"the MTP layer of model {name!r} reads other states than its head")
     step = MtpStep(model.eval().requires_grad_(False))
     return DraftHead("MTP", name, step, model, np.arange(source.vocab_size), _mask(model, name))
+
+
+def _tensors(files: dict[str, str]) -> dict[str, torch.Tensor]:
+    tensors = dict[str, torch.Tensor]()
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in files if files[name] == file}
+    return tensors
+
+
+def _embedding(weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Takes the weights that the layer shares with the model out of `weights`; returns its embedding, if any."""
+    shared = {name: weights.pop(name) for name in list(weights) if name.endswith(SHARED)}
+    return next((weight for name, weight in shared.items() if name.endswith(SHARED[0])), None)
+
+
+def _empty(source: SourceModel, weights: dict[str, torch.Tensor]) -> MtpModel:
+    """Makes a layer without numbers: full attention and, where `weights` have some, experts; or as the config says."""
+    model, config = source.model, deepcopy(source.model.config)
+    text = config.get_text_config(decoder=True)
+    text.num_mtp_layers = 1
+    text.mtp_layer_types = list(getattr(text, "mtp_layer_types", None) or ["full_attention"])[:1]
+    text.mtp_mlp_layer_types = ["sparse" if any(".experts." in name for name in weights) else "dense"]
+    before, model.config = model.config, config
+    try:
+        with ContextManagers(MtpModel.get_init_context(torch.float32, False, False, None)):
+            return MtpModel(model, 1)
+    finally:
+        model.config = before
+
+
+def _check(model: MtpModel, info: Any, name: str) -> None:
+    """Checks that every weight of the layer was read, with its shape and without NaN."""
+    shared = ("embed_tokens.", "shared_head.")
+    problems = [f"it has no usable weight for {key}" for key in sorted(info.missing_keys) if not key.startswith(shared)]
+    problems += [f"weight {key} is {list(found)}, not {list(size)}" for key, found, size in info.mismatched_keys]
+    problems += [f"nothing is known of its weight {key}" for key in sorted(info.unexpected_keys)]
+    problems = problems or [
+        f"weight {key} holds NaN or infinity"
+        for key, value in model.layers.named_parameters()
+        if not bool(torch.isfinite(value).all())
+    ]
+    for problem in problems:
+        raise DraftError(f"the MTP layer of model {name!r} cannot be read: {problem}")
+
+
+def _head(source: SourceModel) -> nn.Linear:
+    """The model's head, if its numbers are not in memory."""
+    rows = source.head_rows()
+    if rows is None:
+        raise DraftError(f"the MTP layer of model {source.name!r} cannot be read: the model's head is no matrix")
+    head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(rows)
+    return head
 
 
 def _mask(model: MtpModel, name: str) -> Mask:

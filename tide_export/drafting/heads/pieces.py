@@ -71,13 +71,17 @@ def fuse_of(head: DraftHead, quantized: bool) -> ir.Graph | None:
         return None
     builder, (width, columns) = GraphBuilder("fuse", Weights()), head.fc.shape
     hidden = typed_value("hidden", FLOAT, ["batch", "tokens", columns])
-    shape = ["batch", "tokens", width]
+    given, shape = hidden, ["batch", "tokens", width]
+    if head.fc_epsilon is not None:
+        ones = builder.weights.float32(f"{DRAFT_HEAD_FUSION}.norm", np.ones(columns, np.float32))
+        norm = {"axis": -1, "epsilon": head.fc_epsilon}
+        given = builder.op("RMSNormalization", [hidden, ones], norm, dtype=FLOAT, shape=dims(hidden))
     if quantized:
         attributes = {"weights": [DRAFT_HEAD_FUSION]}
-        made = builder.op(OP_QUANTIZED_MATMUL, [hidden], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
+        made = builder.op(OP_QUANTIZED_MATMUL, [given], attributes, domain=DOMAIN, dtype=FLOAT, shape=shape)
     else:
         weight = builder.weights.float32(f"{DRAFT_HEAD_FUSION}.T", head.fc.T.numpy())
-        made = builder.op("MatMul", [hidden, weight], dtype=FLOAT, shape=shape)
+        made = builder.op("MatMul", [given, weight], dtype=FLOAT, shape=shape)
     return builder.model("fuse", [hidden], {"states": made}).graph
 
 
