@@ -172,14 +172,8 @@ def _add_export(commands, config: bool) -> None:
     parser.add_argument(
         "--lora-rank", type=int, metavar="N", help="leave room for low-rank adapters (LoRA) of at most this rank (none)"
     )
-    parser.add_argument(
-        "--draft-head",
-        metavar="HEAD",
-        help="draft with an EAGLE-3 head, or MODEL's MTP layer (that one, if it is measured to pay)",
-    )
-    parser.add_argument(
-        "--no-draft-head", dest="draft_head", action="store_const", const="none", help="leave MODEL's MTP layer out"
-    )
+    parser.add_argument("--draft-head", metavar="HEAD", help="draft with an EAGLE-3 head or MODEL's MTP (if it pays)")
+    parser.add_argument("--no-draft-head", dest="draft_head", action="store_const", const="none", help="no MTP layer")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
     parser.add_argument(
         "--no-validate",
@@ -188,9 +182,7 @@ def _add_export(commands, config: bool) -> None:
         action="store_false",
         help="skip the comparison with the model at the end",
     )
-    parser.add_argument(
-        "--no-report", dest="report", action="store_false", help="omit report.html and report.png from the bundle"
-    )
+    parser.add_argument("--no-report", dest="report", action="store_false", help="write no report.html and report.png")
     if config:
         _add_config(parser)
 

@@ -79,9 +79,10 @@ def prepare_quantized(config: PretrainedConfig, name: str, packed: bool = False)
 def dequantized(
     tensors: Mapping[str, torch.Tensor], quantization: dict[str, Any] | None, name: str
 ) -> dict[str, torch.Tensor]:
-    """Dequantizes the matrices among `tensors`, some of the checkpoint `name`, to float32; leaves others as they are.
+    """Dequantizes matrices of the checkpoint `name` to float32; leaves other tensors as they are.
 
     Args:
+        tensors: some of the checkpoint's, by name.
         quantization: the `quantization_config` of the checkpoint's config.json; None: it has none.
 
     Raises:

@@ -34,7 +34,7 @@ logger = logging.getLogger("tide_export")
 
 @dataclass(frozen=True, eq=False)
 class GivenHead:
-    """The requested draft head and the pieces of its drafter; both None if none is requested."""
+    """The draft head and the pieces of its drafter; both None if there is none."""
 
     head: DraftHead | None = None
     pieces: DrafterPieces | None = None
@@ -48,7 +48,7 @@ class GivenHead:
 def given_head(source: SourceModel, request: ExportRequest, length: int) -> GivenHead:
     """Reads the draft head and traces it for sequences of `length` tokens.
 
-    Its matrices get the type of the graph's.
+    Its matrices get the type of the graph's. A head that was not asked for and cannot be used is left out.
 
     Raises:
         DraftError: the requested head cannot be read or traced, or is for another model.
@@ -101,11 +101,10 @@ def write_drafter(folder: Path, manifest: Manifest, given: GivenHead) -> Manifes
     return manifest
 
 
-def keep_if_it_pays(folder: Path, manifest: Manifest) -> Manifest:
-    """Measures what the drafter of the new bundle in `folder` gains, and takes one that does not out of it.
-
-    Returns the manifest with what was measured, as written.
-    """
+def keep_if_it_pays(folder: Path, manifest: Manifest, request: ExportRequest) -> None:
+    """Measures what a head that was not asked for gains in the new bundle, and removes it if nothing."""
+    if manifest.drafter is None or not request.looks_for_own_head:
+        return
     with stage("measuring what the draft head gains here"):
         measured, comparison = with_head(folder)
     if required(measured.drafting).max_learned == 0:
@@ -117,4 +116,4 @@ def keep_if_it_pays(folder: Path, manifest: Manifest) -> Manifest:
         measured = replace(manifest, drafter=None)
         for name in (DRAFTER_FILE, network_file(DRAFTER)):
             (folder / name).unlink(missing_ok=True)
-    return write_manifest(folder, measured, manifest.files)
+    write_manifest(folder, measured, manifest.files)

@@ -50,9 +50,7 @@ def export(request: ExportRequest) -> Path:
             with stage("checking the graph against the model"):
                 check_export(folder, manifest, references)
         auto = measure_auto(folder, manifest, request.config.epsilon, request.config.perplexity_epsilon)
-        manifest = write_manifest(folder, replace(manifest, auto=auto), manifest.files)
-        if manifest.drafter is not None and request.looks_for_own_head:
-            keep_if_it_pays(folder, manifest)
+        keep_if_it_pays(folder, write_manifest(folder, replace(manifest, auto=auto), manifest.files), request)
     return Path(request.output)
 
 

@@ -53,7 +53,7 @@ def with_drafter(
 
 
 def with_head(bundle: Path) -> tuple[Manifest, Comparison]:
-    """Compares lossless mode with the draft head of `bundle` to full depth, as `with_drafter`, on shipped prompts."""
+    """Compares lossless mode with the draft head of `bundle` to full depth, on shipped prompts."""
     engine = load(bundle, provider=PROVIDER, verify=False)
     full = GenerationConfig(mode="full", temperature=TEMPERATURE, stop_token_ids=())
     prompts = shipped_prompts(engine)

@@ -95,6 +95,22 @@ FAMILIES = {
         after_last_layer,
         rf"model\.layers\.{LAYERS}.*",
     ),
+    "exaone_moe": Family(  # as K-EXAONE's config says: a window, and no experts
+        lambda: tf.ExaoneMoeConfig(
+            **HEADS,
+            **EXPERTS,
+            num_experts=8,
+            layer_types=TWO_SLIDING,
+            sliding_window=WINDOW,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            num_mtp_layers=1,
+            mtp_layer_types=["sliding_attention"],
+            mtp_mlp_layer_types=["dense"],
+        ),
+        tf.ExaoneMoeForCausalLM,
+        beside_model,
+        r"^mtp\.",
+    ),
     "mellum": Family(
         lambda: tf.MellumConfig(
             **HEADS,

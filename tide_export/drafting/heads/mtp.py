@@ -62,7 +62,7 @@ class MtpStep(nn.Module):
 
 
 def mtp_weights(source: SourceModel) -> dict[str, str]:
-    """Returns the file of each weight of the first MTP layer of the checkpoint of `source`; none: it has no layer."""
+    """Returns the file of each weight of the first MTP layer of the checkpoint of `source`; empty: none."""
     if is_gguf(source.name):
         return {}
     try:
@@ -130,13 +130,16 @@ def _tensors(files: dict[str, str]) -> dict[str, torch.Tensor]:
 
 
 def _embedding(weights: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Takes the weights that the layer shares with the model out of `weights`; returns its embedding, if any."""
+    """Takes what the layer shares with the model out of `weights`; returns its embedding, if any."""
     shared = {name: weights.pop(name) for name in list(weights) if name.endswith(SHARED)}
     return next((weight for name, weight in shared.items() if name.endswith(SHARED[0])), None)
 
 
 def _empty(source: SourceModel, weights: dict[str, torch.Tensor]) -> MtpModel:
-    """Makes a layer without numbers: full attention and, where `weights` have some, experts; or as the config says."""
+    """Makes a layer without numbers.
+
+    It has the attention that `mtp_layer_types` says, or full attention, and experts where `weights` have some.
+    """
     model, config = source.model, deepcopy(source.model.config)
     text = config.get_text_config(decoder=True)
     text.num_mtp_layers = 1
