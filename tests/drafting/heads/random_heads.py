@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 import torch
 from ort_sessions import session_options
-from packed_checkpoints import QUANTIZED, Quantizer
+from packed_models import QUANTIZED, Quantizer
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 

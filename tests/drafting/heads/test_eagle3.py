@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 import tiers
 import torch
-from packed_checkpoints import (
+from packed_models import (
     AWQ,
     FLOAT8,
     FP8,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiers
 import torch
-from packed_checkpoints import FP8, GPTQ, QUANTIZED, fp8, gptq, write
+from packed_models import FP8, GPTQ, QUANTIZED, fp8, gptq, write
 from random_heads import as_tensor, drafts_cost_no_token, eager, exported, network_equals_step, prompt
 from random_mtp import CONTEXT, DEPTH, FAMILIES, VOCABULARY, WIDTH, mtp_tensors, published, write_model
 from safetensors.torch import load_file, save_file

@@ -37,7 +37,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from tide_export.common.progress import quiet_transformers
 from tide_export.drafting.heads.head import DraftHead, check_embedding
 from tide_export.errors import DraftError, UnsupportedModelError, first_line
-from tide_export.model.quantized_checkpoints import ADVICE, dequantized
+from tide_export.model.quantized_files import ADVICE, dequantized
 from tide_export.model.source import SourceModel
 
 FILES = ("config.json", "*.safetensors", "*.bin")

@@ -16,6 +16,7 @@ from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
+from tide_export.drafting.files import QUANTIZATION
 from tide_export.drafting.heads.head import DraftHead
 from tide_export.errors import DraftError, TideError, first_line
 from tide_export.graph.builder import GraphBuilder, Weights
@@ -41,10 +42,11 @@ LAYOUT = ("Reshape", "Transpose", "Slice", "Identity", "Cast")  # operators betw
 
 @dataclass(frozen=True)
 class _Size:
-    """Holds the shape of a quantized matrix, for a trace."""
+    """Holds the shape and the bits of a quantized matrix, for a trace."""
 
     rows: int
     columns: int
+    bits: int = QUANTIZATION.bits
 
 
 def head_pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
