@@ -21,7 +21,7 @@ import tide_build
 ROOT = Path(__file__).parents[1]
 REQUIRED = os.environ.get("TIDE_REQUIRE_NVCC") == "1"  # CI: a missing compiler fails instead of skipping
 DECLARED = ROOT / "tests" / "plugins" / "declared"  # the little of TensorRT's headers that the plugins use
-QUICK_ARCHITECTURES = (75, 90)  # a GPU without clusters of blocks, and one with them
+QUICK_ARCHITECTURES = (75, 90)  # the oldest GPUs, and those that are lent
 
 Run = Callable[[Sequence[str]], None]
 

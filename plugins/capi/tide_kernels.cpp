@@ -1,18 +1,17 @@
 #include "capi/tide_kernels.h"
 
 #if defined(TIDE_EMULATED)
-#include "common/team.cuh"
+#include "common/block.cuh"
 #endif
 
 extern "C" int32_t tide_kernels_version() { return TIDE_KERNELS_VERSION; }
 
-extern "C" cudaError_t tide_kernels_emulate(uint64_t order, int32_t compute_capability_major) {
+extern "C" cudaError_t tide_kernels_emulate(uint64_t order) {
 #if defined(TIDE_EMULATED)
-  tide::emulation() = {order, compute_capability_major};
+  tide::emulation() = {order};
   return cudaSuccess;
 #else
   (void)order;
-  (void)compute_capability_major;
   return cudaErrorNotSupported;
 #endif
 }

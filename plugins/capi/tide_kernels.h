@@ -12,13 +12,13 @@ extern "C" {
 #endif
 
 /* Raised when a struct or the meaning of a field changes. */
-#define TIDE_KERNELS_VERSION 2
+#define TIDE_KERNELS_VERSION 3
 
 TIDE_API int32_t tide_kernels_version(void);
 
-/* Sets, in the build for the CPU, the order of threads and blocks (0 = ascending, else the seed of a shuffle) and the
-   compute capability to emulate. cudaErrorNotSupported in the build for GPUs. */
-TIDE_API cudaError_t tide_kernels_emulate(uint64_t order, int32_t compute_capability_major);
+/* Sets, in the build for the CPU, the order of threads and blocks (0 = ascending, else the seed of a shuffle).
+   cudaErrorNotSupported in the build for GPUs. */
+TIDE_API cudaError_t tide_kernels_emulate(uint64_t order);
 
 #ifdef __cplusplus
 }

@@ -8,8 +8,9 @@ import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
-VERSION = 2  # TIDE_KERNELS_VERSION in tide_kernels.h
+VERSION = 3  # TIDE_KERNELS_VERSION in tide_kernels.h
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # TideType
+COUNTERS = 193  # TIDE_EXIT_COUNTERS in tide_exit/kernel.cuh: uint32 numbers, 0 before the first call
 NORM_NONE, NORM_RMS, NORM_LAYER = 0, 1, 2  # TideNorm
 
 
@@ -57,26 +58,33 @@ class Kernels:
         version = self.loaded.tide_kernels_version()
         if version != VERSION:
             raise KernelError(f"{path} is version {version} of the kernels, this file is for version {VERSION}")
-        self.loaded.tide_exit.argtypes = [POINTER(ExitArgs), c_void_p, c_int64, c_void_p]
+        self.loaded.tide_exit.argtypes = [POINTER(ExitArgs), c_void_p, c_int64, c_void_p, c_void_p]
         self.loaded.tide_exit_workspace.argtypes = [POINTER(ExitArgs)]
         self.loaded.tide_exit_workspace.restype = c_int64
-        self.loaded.tide_kernels_emulate.argtypes = [c_uint64, c_int32]
+        self.loaded.tide_kernels_emulate.argtypes = [c_uint64]
 
-    def emulate(self, order: int = 0, compute_capability: int = 8) -> None:
-        """Sets the order and compute capability of the build for the CPU; KernelError in a build for GPUs."""
-        _check("tide_kernels_emulate", self.loaded.tide_kernels_emulate(order, compute_capability))
+    def emulate(self, order: int = 0) -> None:
+        """Sets the order of the build for the CPU; KernelError in a build for GPUs."""
+        _check("tide_kernels_emulate", self.loaded.tide_kernels_emulate(order))
 
     def exit_workspace(self, args: ExitArgs) -> int:
         """Bytes of workspace that `exit(args, ...)` needs."""
         return int(self.loaded.tide_exit_workspace(ctypes.byref(args)))
 
-    def exit(self, args: ExitArgs, workspace: int | None, workspace_bytes: int, stream: int | None = None) -> None:
+    def exit(
+        self,
+        args: ExitArgs,
+        workspace: int | None,
+        workspace_bytes: int,
+        counters: int | None,
+        stream: int | None = None,
+    ) -> None:
         """Calls `tide_exit`.
 
         Raises:
             KernelError: the arguments are unusable (CUDA's error 1), or CUDA failed.
         """
-        _check("tide_exit", self.loaded.tide_exit(ctypes.byref(args), workspace, workspace_bytes, stream))
+        _check("tide_exit", self.loaded.tide_exit(ctypes.byref(args), workspace, workspace_bytes, counters, stream))
 
 
 def _check(name: str, status: int) -> None:

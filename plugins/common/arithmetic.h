@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "common/team.cuh"
+#include "common/block.cuh"
 
 namespace tide {
 
@@ -12,29 +12,6 @@ TIDE_BOTH float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 TIDE_BOTH float silu(float x) { return x / (1.0f + expf(-x)); }
 
 TIDE_BOTH float negative_infinity() { return -INFINITY; }
-
-// Of some numbers: how many, their mean and the sum of the squares of their deviations from it, so that nothing cancels.
-struct Moments {
-  float count;
-  float mean;
-  float squares;
-};
-
-// The moments of all numbers of some groups, from each group's count, mean and squares; they are `stride` floats apart.
-TIDE_BOTH Moments merged(const float* groups, int count, int stride) {
-  float total = 0.0f, sum = 0.0f, squares = 0.0f;
-  for (int i = 0; i < count; ++i) {
-    const float* group = groups + i * stride;
-    total += group[0];
-    sum += group[0] * group[1];
-  }
-  const float mean = sum / total;
-  for (int i = 0; i < count; ++i) {
-    const float* group = groups + i * stride;
-    squares += group[2] + group[0] * (group[1] - mean) * (group[1] - mean);
-  }
-  return {total, mean, squares};
-}
 
 // The two largest of some logits and sum(exp(logit - first)), computed in one pass. weight == 0: no logit yet. A NaN
 // among the logits makes `weight` NaN, and so both log-probabilities, as in log-softmax.

@@ -9,4 +9,9 @@ __device__ __forceinline__ float* shared_memory() {
   return memory;
 }
 
+// What a counter holds by now, which other blocks change.
+__device__ __forceinline__ unsigned seen(const unsigned* counter) {
+  return *static_cast<const volatile unsigned*>(counter);
+}
+
 }  // namespace tide

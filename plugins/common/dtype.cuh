@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "common/team.cuh"
+#include "common/block.cuh"
 #include "common/types.h"
 
 namespace tide {

@@ -1,269 +1,325 @@
-// One launch. A team of blocks takes four slots, a block a share of the channels; the blocks exchange sums of the lens's
-// inner states, of the norm and of the router's matmuls, and the verdicts.
+// One launch over the whole GPU. The work on a group of four slots is divided into units, a block each: of the lens's first
+// matmul, of its second, and of the router's. A block that needs all units of one sort waits for them; the last of the
+// router's to end adds up what they found, decides and writes.
 #include "tide_exit/kernel.cuh"
 
+#include <algorithm>
+
 #include "common/arithmetic.h"
-#include "tide_exit/multiply.cuh"
+#include "tide_exit/unit.cuh"
 
 namespace tide {
 namespace {
 
-constexpr int64_t kLargest = 1 << 24;  // of sizes that are counted in int
-constexpr int kFolded = 128;  // threads that go through the router's rest
+constexpr int64_t kLargest = 1 << 18;  // of sizes, so that a launch's blocks can be counted in int
+constexpr int64_t kGroups = 64;        // of a launch; more are more launches
+constexpr int64_t kRouterUnits = 132;  // of a group, about: multiprocessors of a large GPU
+
+// How a launch is divided. A group's division depends on the sizes of the matrices alone, and so do its sums.
+struct ExitPlan {
+  int32_t down_units, up_units, router_units, units;  // of a group: of the lens's matmuls, of the router's, all
+  int32_t down_ranges, ranges, rows;  // of the rows of the lens's first matrix; of the router's, and rows of each
+  int32_t shortlist_tiles;            // columns of the shortlist come before the bottleneck's
+  int64_t states, products, size;     // floats of a group's workspace: the lens's sums, states after it, router's sums
+  int64_t first_group;
+  float* workspace;
+  unsigned* counters;  // the blocks' numbers; by group, units done of each sort
+};
+
+int32_t units_for(int64_t count, int64_t each) { return static_cast<int32_t>(blocks_for(count, each)); }
+
+ExitPlan plan_of(const TideExitArgs& args, void* workspace, uint32_t* counters) {
+  ExitPlan plan{};
+  plan.shortlist_tiles = units_for(args.shortlist, kTile);
+  const int32_t tiles = plan.shortlist_tiles + units_for(args.bottleneck, kTile);
+  const int64_t even = blocks_for(blocks_for(args.hidden * tiles, kRouterUnits), kWarps) * kWarps;
+  plan.rows = static_cast<int32_t>(std::min<int64_t>(even, kRows));
+  plan.ranges = units_for(args.hidden, plan.rows);
+  plan.router_units = plan.ranges * tiles;
+  if (args.lens_rank > 0) {
+    plan.down_ranges = units_for(args.hidden, kRows);
+    plan.down_units = plan.down_ranges * units_for(args.lens_rank, kTile);
+    plan.up_units = units_for(args.hidden, kTile);
+  }
+  plan.units = plan.down_units + plan.up_units + plan.router_units;
+  plan.states = int64_t{plan.down_units} * kSums;
+  plan.products = plan.states + (args.lens_rank > 0 ? args.hidden * kSlots : 0);
+  plan.size = plan.products + int64_t{plan.router_units} * kSums;
+  plan.workspace = static_cast<float*>(workspace);
+  plan.counters = counters;
+  return plan;
+}
 
 template <class T>
 struct Exit {
   using Args = TideExitArgs;
+  using Plan = ExitPlan;
+  enum Counter { kDown, kUp, kRouter, kOfGroup };  // those of a group, after the launch's one
+  static_assert(TIDE_EXIT_COUNTERS == 1 + kGroups * kOfGroup, "all of a launch's");
 
-  // A block's region, in floats.
-  struct Region {
-    int64_t low, moments, products, verdicts, size;
-  };
-  static TIDE_BOTH Region region_of(const Args& args) {
-    const int64_t moments = args.lens_rank * kSlots, products = moments + kSlots * 3;
-    const int64_t verdicts = products + (args.bottleneck + args.shortlist) * kSlots;
-    return {0, moments, products, verdicts, blocks_for(verdicts + kSlots, 4) * 4};
-  }
+  // A block's shared memory, in floats.
+  static constexpr int kX = 0, kPartial = kX + kRows * kSlots, kFolded = kPartial + kWarps * kSums,
+                       kMoments = kFolded + kThreads * 3, kVerdicts = kMoments + kSlots * 2, kSaid = kVerdicts + kSlots,
+                       kShared = kSaid + 4;
+  static_assert(kShared * sizeof(float) <= 48 * 1024, "what a block may have unasked");
 
-  // Channels of a block: a multiple of 8.
-  static TIDE_BOTH int64_t share_of(const Args& args, int blocks) { return blocks_for(args.hidden, 8 * blocks) * 8; }
-
-  static Sizes sizes(const Args& args, int blocks) {
-    return {region_of(args).size, share_of(args, blocks) * kSlots + args.lens_rank * kSlots + kPartialSums};
-  }
-
-  static TIDE_BOTH int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-  // A block's view of its group of slots. Arrays of channels are [share][kSlots].
+  // A block's view of its group of slots.
   struct Group {
     const Args& args;
-    const Region region;
-    const int64_t first;         // slot
-    const int64_t begin;  // channel
-    const int count;      // of channels
+    const Plan& plan;
+    const int64_t first;  // slot
+    const int slots;
+    float* const units;      // the lens's sums
+    float* const states;     // [slots][hidden], after the lens
+    float* const products;   // the router's sums
+    unsigned* const done;    // counters
     float* const x;
-    float* const low;  // [lens_rank][kSlots]
-    float* const scratch;
+    float* const partial;
+    float* const folded;
+    float* const moments;  // mean and 1 / deviation of each slot
+    unsigned* const said;
 
-    TIDE_DEVICE Group(Block& block, const Args& arguments, int64_t group)
+    TIDE_DEVICE Group(Block& block, const Args& arguments, const Plan& division, int64_t group)
         : args(arguments),
-          region(region_of(arguments)),
-          first(group * kSlots),
-          begin(block.rank * share_of(arguments, block.blocks)),
-          count(begin < arguments.hidden
-                    ? static_cast<int>(smaller(arguments.hidden - begin, share_of(arguments, block.blocks)))
-                    : 0),
-          x(block.shared),
-          low(x + share_of(arguments, block.blocks) * kSlots),
-          scratch(low + arguments.lens_rank * kSlots) {}
+          plan(division),
+          first((division.first_group + group) * kSlots),
+          slots(static_cast<int>(arguments.slots - first < kSlots ? arguments.slots - first : kSlots)),
+          units(division.workspace + group * division.size),
+          states(units + division.states),
+          products(units + division.products),
+          done(division.counters + 1 + group * kOfGroup),
+          x(block.shared + kX),
+          partial(block.shared + kPartial),
+          folded(block.shared + kFolded),
+          moments(block.shared + kMoments),
+          said(reinterpret_cast<unsigned*>(block.shared + kSaid)) {}
+
+    // A slot's state as the segment left it.
+    TIDE_DEVICE const T* given(int slot) const {
+      const int64_t token = (first + slot) * args.tokens + args.last_tokens[first + slot];
+      return static_cast<const T*>(args.states) + token * args.hidden;
+    }
   };
 
-  static TIDE_DEVICE void run(Team& team, const Args& args) {
-    team.wait_for_inputs();
-    // Every team goes round as often as any, because a barrier may be one of all teams.
-    for (int64_t first = 0; first * kSlots < args.slots; first += team.count) {
-      const int64_t group = first + team.number;
-      team.stage([&](Block& block) {
-        Group of(block, args, group);
-        gather(block, of);
-        if (args.lens_rank > 0)
-          lens_down(block, of);
-        else
-          moments(block, of);
-      });
-      if (args.lens_rank > 0)
-        team.stage([&](Block& block) {
-          Group of(block, args, group);
-          lens_up(block, of);
-          moments(block, of);
-        });
-      team.stage([&](Block& block) {
-        Group of(block, args, group);
-        normalize(block, of);
-        products(block, of);
-      });
-      team.stage([&](Block& block) {
-        Group of(block, args, group);
-        for (int slot = block.rank; slot < kSlots && of.first + slot < args.slots; slot += block.blocks)
-          decide(block, of, slot);
-      });
-      team.last_stage([&](Block& block) { scatter(block, Group(block, args, group)); });
-    }
+  static TIDE_DEVICE void run(Block& block, const Args& args, const Plan& plan) {
+    // Without a lens no block waits.
+    unsigned* said = reinterpret_cast<unsigned*>(block.shared + kSaid) + 1;
+    const unsigned number = args.lens_rank > 0 ? number_of(block, plan.counters, said) : blockIdx.x;
+    const Group of(block, args, plan, number / static_cast<unsigned>(plan.units));
+    const int unit = static_cast<int>(number % static_cast<unsigned>(plan.units));
+    const int router = unit - plan.down_units - plan.up_units;
+    if (unit < plan.down_units) return lens_down(block, of, unit);
+    if (router < 0) return lens_up(block, of, unit - plan.down_units);
+    if (args.lens_rank > 0)
+      route(block, of, router, [&](int slot) { return of.states + slot * args.hidden; });
+    else
+      route(block, of, router, [&](int slot) { return of.given(slot); });
   }
 
-  static TIDE_DEVICE void gather(Block& block, const Group& of) {
-    const Args& args = of.args;
+  static TIDE_DEVICE int smaller(int64_t a, int b) { return a < b ? static_cast<int>(a) : b; }
+
+  // Rows of x that are channels from `begin` on: value(slot, channel), 0 where there is none.
+  template <class Value>
+  static TIDE_DEVICE void fill(Block& block, const Group& of, int64_t begin, int rows, Value value) {
     block.phase([&](int thread) {
-      for (int slot = 0; slot < kSlots; ++slot) {
-        const bool is_slot = of.first + slot < args.slots;
-        const int64_t token = is_slot ? (of.first + slot) * args.tokens + args.last_tokens[of.first + slot] : 0;
-        const T* state = static_cast<const T*>(args.states) + token * args.hidden + of.begin;
-        for (int64_t i = thread; i < of.count; i += kThreads) of.x[i * kSlots + slot] = is_slot ? to_float(state[i]) : 0.0f;
-      }
+      const int slot = thread % kSlots, row = thread / kSlots;
+      of.x[thread] = slot < of.slots && row < rows ? value(slot, begin + row) : 0.0f;
     });
   }
 
-  static TIDE_DEVICE void lens_down(Block& block, const Group& of) {
-    const auto rank = static_cast<int>(of.args.lens_rank);
-    float* low = block.region(block.rank) + of.region.low;
-    multiply(block, of.x, of.count, static_cast<const T*>(of.args.lens_down) + of.begin * rank, rank, rank, of.scratch,
-             [&](int slot, int column, float sum) { low[column * kSlots + slot] = sum; });
+  static TIDE_DEVICE void lens_down(Block& block, const Group& of, int unit) {
+    const Args& args = of.args;
+    const int tile = unit / of.plan.down_ranges * kTile;
+    const int64_t begin = int64_t{unit % of.plan.down_ranges} * kRows;
+    const int rows = smaller(args.hidden - begin, kRows), columns = smaller(args.lens_rank - tile, kTile);
+    const T* weights = static_cast<const T*>(args.lens_down) + begin * args.lens_rank + tile;
+    const auto states = [&](int) {
+      fill(block, of, begin, rows, [&](int slot, int64_t i) { return to_float(of.given(slot)[i]); });
+    };
+    multiply(block, weights, args.lens_rank, columns, rows, of.x, of.partial, states, [&](int slot, int column, float sum) {
+      if (slot < of.slots) of.units[int64_t{unit} * kSums + slot * kTile + column] = sum;
+    });
+    publish(block, of.done + kDown, of.said);
   }
 
-  static TIDE_DEVICE void lens_up(Block& block, const Group& of) {
+  static TIDE_DEVICE void lens_up(Block& block, const Group& of, int unit) {
     const Args& args = of.args;
-    block.phase([&](int thread) {
-      for (int64_t i = thread; i < args.lens_rank * kSlots; i += kThreads)
-        of.low[i] = rounded<T>(sum_of_team(block, of.region.low + i));
-    });
-    multiply(block, of.low, static_cast<int>(args.lens_rank), static_cast<const T*>(args.lens_up) + of.begin, args.hidden, of.count,
-             of.scratch, [&](int slot, int channel, float sum) {
-               of.x[channel * kSlots + slot] += sum + to_float(static_cast<const T*>(args.lens_bias)[of.begin + channel]);
+    const int64_t begin = int64_t{unit} * kTile;
+    const auto inner = [&](int row) {
+      if (row == 0) await(block, of.done + kDown, static_cast<unsigned>(of.plan.down_units));
+      const float* units = of.units + int64_t{row / kTile} * of.plan.down_ranges * kSums;
+      add_units(block, units, of.plan.down_ranges, of.slots, of.partial,
+                [&](int slot, int column, float sum) { of.x[column * kSlots + slot] = rounded<T>(sum); });
+    };
+    static_assert(kRows == kTile, "the columns of a unit are the rows that the next matmul takes at a time");
+    multiply(block, static_cast<const T*>(args.lens_up) + begin, args.hidden, smaller(args.hidden - begin, kTile),
+             static_cast<int>(args.lens_rank), of.x, of.partial, inner, [&](int slot, int column, float sum) {
+               const int64_t i = begin + column;
+               if (slot >= of.slots || i >= args.hidden) return;
+               of.states[slot * args.hidden + i] =
+                   to_float(of.given(slot)[i]) + (sum + to_float(static_cast<const T*>(args.lens_bias)[i]));
              });
+    publish(block, of.done + kUp, of.said);
   }
 
-  // Puts the moments of the block's channels into its region; RMSNorm's are those about 0.
-  static TIDE_DEVICE void moments(Block& block, const Group& of) {
+  // A unit of the router's matmuls, and the rest where it is the last. state(slot): what the norm takes.
+  template <class State>
+  static TIDE_DEVICE void route(Block& block, const Group& of, int unit, State state) {
+    const Args& args = of.args;
+    const Plan& plan = of.plan;
+    const int tile = unit / plan.ranges;
+    const int64_t begin = int64_t{unit % plan.ranges} * plan.rows;
+    const int rows = smaller(args.hidden - begin, plan.rows);
+    const bool listed = tile < plan.shortlist_tiles;
+    const int64_t width = listed ? args.shortlist : args.bottleneck;
+    const int64_t column = int64_t{listed ? tile : tile - plan.shortlist_tiles} * kTile;
+    const float* weights = (listed ? args.shortlist_weight : args.down) + begin * width + column;
+    const auto normalized = [&](int slot, int64_t i) {
+      const float value = to_float(state(slot)[i]);
+      return rounded<T>(args.norm.kind == TIDE_NORM_NONE ? value : normal(of, slot, i, value));
+    };
+    const auto normalize = [&](int) {
+      if (args.lens_rank > 0) await(block, of.done + kUp, static_cast<unsigned>(plan.up_units));
+      moments(block, of, state);
+      fill(block, of, begin, rows, normalized);
+    };
+    multiply(block, weights, width, smaller(width - column, kTile), rows, of.x, of.partial, normalize,
+             [&](int slot, int c, float sum) {
+               if (slot < of.slots) of.products[int64_t{unit} * kSums + slot * kTile + c] = sum;
+             });
+    const auto all = static_cast<unsigned>(plan.router_units);
+    if (publish(block, of.done + kRouter, of.said) == all - 1) decide(block, of, normalized);
+  }
+
+  // Mean and deviation of each slot's state; RMSNorm's are those about 0.
+  template <class State>
+  static TIDE_DEVICE void moments(Block& block, const Group& of, State state) {
     const int32_t kind = of.args.norm.kind;
     if (kind == TIDE_NORM_NONE) return;
-    float* mean = of.scratch + kThreads;  // [kSlots]
+    const auto hidden = static_cast<float>(of.args.hidden);
     const auto sum = [&](auto value) {
       block.phase([&](int thread) {
-        float total = 0.0f;
-        for (int64_t i = thread; i < of.count * kSlots; i += kThreads) total += value(of.x[i], thread % kSlots);
-        of.scratch[thread] = total;
+        const int slot = thread / kTile, lane = thread % kTile;
+        of.folded[lane * kSlots + slot] = slot < of.slots ? sum_of(state(slot), of.args.hidden, lane, [&](float x) {
+          return value(slot, x);
+        }) : 0.0f;
       });
-      fold<kThreads, kSlots>(block, of.scratch, [](float a, float b) { return a + b; });
+      fold<kThreads, kSlots>(block, of.folded, [](float a, float b) { return a + b; });
     };
-    if (kind == TIDE_NORM_LAYER) sum([](float x, int) { return x; });
+    if (kind == TIDE_NORM_LAYER) sum([](int, float x) { return x; });
     block.phase([&](int thread) {
-      if (thread < kSlots)
-        mean[thread] = kind == TIDE_NORM_LAYER && of.count > 0 ? of.scratch[thread] / static_cast<float>(of.count) : 0.0f;
+      if (thread < kSlots) of.moments[thread * 2] = kind == TIDE_NORM_LAYER ? of.folded[thread] / hidden : 0.0f;
     });
-    sum([&](float x, int slot) { return (x - mean[slot]) * (x - mean[slot]); });
-    block.last_phase([&](int thread) {
-      if (thread >= kSlots) return;
-      float* own = block.region(block.rank) + of.region.moments + thread * 3;
-      own[0] = static_cast<float>(of.count);
-      own[1] = mean[thread];
-      own[2] = of.scratch[thread];
+    sum([&](int slot, float x) { return (x - of.moments[slot * 2]) * (x - of.moments[slot * 2]); });
+    block.phase([&](int thread) {
+      if (thread < kSlots) of.moments[thread * 2 + 1] = 1.0f / sqrtf(of.folded[thread] / hidden + of.args.norm.epsilon);
     });
   }
 
-  // Replaces x by what the head reads.
-  static TIDE_DEVICE void normalize(Block& block, const Group& of) {
-    const TideNormArgs& norm = of.args.norm;
-    if (norm.kind != TIDE_NORM_NONE) {
-      float* parts = of.scratch + kSlots * 2;  // [blocks][kSlots]: the moments of every block
-      static_assert(kMaxBlocks * kSlots * 3 <= kThreads, "a thread fetches one number");
-      block.phase([&](int thread) {
-        if (thread < block.blocks * kSlots * 3)
-          parts[thread] = block.region(thread / (kSlots * 3))[of.region.moments + thread % (kSlots * 3)];
-      });
-      block.phase([&](int thread) {
-        if (thread >= kSlots) return;
-        const Moments all = merged(parts + thread * 3, block.blocks, kSlots * 3);
-        of.scratch[thread * 2] = all.mean;
-        of.scratch[thread * 2 + 1] = 1.0f / sqrtf(all.squares / all.count + norm.epsilon);
-      });
+  // Of value(x[i]) over the channels that a lane takes, four at a time.
+  template <class X, class Value>
+  static TIDE_DEVICE float sum_of(const X* x, int64_t size, int lane, Value value) {
+    float sum = 0.0f;
+    const bool fours = allows_fours(x, 4, size);
+    for (int64_t i = lane * 4; i < size; i += kTile * 4) {
+      Four<X> four;
+      if (fours) four = *reinterpret_cast<const Four<X>*>(x + i);
+      TIDE_UNROLL
+      for (int j = 0; j < 4; ++j)
+        if (i + j < size) sum += value(to_float(fours ? four.item[j] : x[i + j]));
     }
-    block.phase([&](int thread) {
-      const T* scale = static_cast<const T*>(norm.scale) + of.begin;
-      const T* shift = norm.shift == nullptr ? nullptr : static_cast<const T*>(norm.shift) + of.begin;
-      for (int64_t i = thread; i < of.count * kSlots; i += kThreads) {
-        float value = of.x[i];
-        if (norm.kind != TIDE_NORM_NONE) {
-          value = (value - of.scratch[i % kSlots * 2]) * of.scratch[i % kSlots * 2 + 1] * to_float(scale[i / kSlots]);
-          if (shift != nullptr) value += to_float(shift[i / kSlots]);
-        }
-        of.x[i] = rounded<T>(value);
-      }
-    });
+    return sum;
   }
 
-  // Of the block's channels with the router's first matrix and the shortlist, into its region: [kSlots][both's columns].
-  static TIDE_DEVICE void products(Block& block, const Group& of) {
-    const Args& args = of.args;
-    const auto bottleneck = static_cast<int>(args.bottleneck), shortlist = static_cast<int>(args.shortlist);
-    const int columns = bottleneck + shortlist;
-    float* own = block.region(block.rank) + of.region.products;
-    multiply(block, of.x, of.count, args.down + of.begin * bottleneck, bottleneck, bottleneck, of.scratch,
-             [&](int slot, int column, float sum) { own[slot * columns + column] = sum; });
-    own += bottleneck;
-    multiply(block, of.x, of.count, args.shortlist_weight + of.begin * shortlist, shortlist, shortlist, of.scratch,
-             [&](int slot, int column, float sum) { own[slot * columns + column] = sum; });
+  static TIDE_DEVICE float normal(const Group& of, int slot, int64_t i, float value) {
+    const TideNormArgs& norm = of.args.norm;
+    value = (value - of.moments[slot * 2]) * of.moments[slot * 2 + 1] * to_float(static_cast<const T*>(norm.scale)[i]);
+    return norm.shift == nullptr ? value : value + to_float(static_cast<const T*>(norm.shift)[i]);
   }
 
-  // The small rest of the router for one slot; tells every block of the team.
-  static TIDE_DEVICE void decide(Block& block, const Group& of, int slot) {
+  // The small rest of the router: a thread takes a column of a tile for one slot. normalized(slot, channel): for the head.
+  template <class Normalized>
+  static TIDE_DEVICE void decide(Block& block, const Group& of, Normalized normalized) {
     const Args& args = of.args;
-    const int64_t products = of.region.products + slot * (args.bottleneck + args.shortlist);
-    const auto product = [&](int64_t column) { return sum_of_team(block, products + column); };
+    const Plan& plan = of.plan;
+    const auto products = [&](int tile, auto out) {
+      const float* units = of.products + int64_t{tile} * plan.ranges * kSums;
+      add_units(block, units, plan.ranges, of.slots, of.partial, out);
+    };
+    const int thread = static_cast<int>(threadIdx.x), own = thread % kTile * kSlots + thread / kTile;
     float first = 0.0f, second = 0.0f;
     if (args.shortlist > 0) {
-      TopTwo* top = reinterpret_cast<TopTwo*>(of.scratch);
-      block.phase([&](int thread) {
-        if (thread >= kFolded) return;
-        TopTwo seen = empty_top_two();
-        for (int64_t i = thread; i < args.shortlist; i += kFolded) seen = with(seen, product(args.bottleneck + i));
-        top[thread] = seen;
-      });
-      fold<kFolded, 1>(block, top, [](TopTwo a, TopTwo b) { return merged(a, b); });
-      first = first_log_probability(top[0]);
-      second = second_log_probability(top[0]);
-      block.phase([](int) {});  // all have read top[0] before `sums`, which is in the same memory, is written
+      TopTwo seen = empty_top_two();
+      for (int tile = 0; tile < plan.shortlist_tiles; ++tile)
+        products(tile, [&](int, int column, float sum) {
+          if (tile * kTile + column < args.shortlist) seen = with(seen, sum);
+        });
+      auto* top = reinterpret_cast<TopTwo*>(of.folded);
+      block.phase([&](int) { top[own] = seen; });
+      fold<kThreads, kSlots>(block, top, [](TopTwo a, TopTwo b) { return merged(a, b); });
+      first = first_log_probability(top[thread / kTile]);
+      second = second_log_probability(top[thread / kTile]);
     }
-    float* sums = of.scratch;
-    block.phase([&](int thread) {
-      if (thread >= kFolded) return;
-      float sum = 0.0f;
-      for (int64_t i = thread; i < args.bottleneck; i += kFolded) {
-        float z = product(i);
+    float sum = 0.0f;
+    for (int tile = 0; tile * kTile < args.bottleneck; ++tile)
+      products(plan.shortlist_tiles + tile, [&](int, int column, float z) {
+        const int64_t i = tile * kTile + column;
+        if (i >= args.bottleneck) return;
         if (args.shortlist > 0) z += first * args.confidence[i] + second * args.confidence[args.bottleneck + i];
         sum += silu(z) * args.up[i];
-      }
-      sums[thread] = sum;
-    });
-    fold<kFolded, 1>(block, sums, [](float a, float b) { return a + b; });
-    block.phase([&](int thread) {
-      if (thread >= block.blocks) return;
-      const float score = sigmoid(sums[0] + args.bias[0]);
+      });
+    float* verdicts = block.shared + kVerdicts;
+    block.phase([&](int) { of.folded[own] = sum; });
+    fold<kThreads, kSlots>(block, of.folded, [](float a, float b) { return a + b; });
+    block.phase([&](int slot) {
+      for (int i = 0; slot == 0 && i < kOfGroup; ++i)
+        atomicExch(of.done + i, 0u);
+      if (slot >= of.slots) return;
+      const float score = sigmoid(of.folded[slot] + args.bias[0]);
       const bool exits = score > args.thresholds[of.first + slot];
-      block.region(thread)[of.region.verdicts + slot] = exits ? 1.0f : 0.0f;
-      if (thread != 0) return;
       args.scores[of.first + slot] = score;
       args.exits[of.first + slot] = exits;
+      verdicts[slot] = exits ? 1.0f : 0.0f;
     });
-  }
-
-  // A thread takes the channels that it takes in `gather`, with which the team's next group begins, without a barrier.
-  static TIDE_DEVICE void scatter(Block& block, const Group& of) {
-    const Args& args = of.args;
-    const float* verdicts = block.region(block.rank) + of.region.verdicts;
-    block.last_phase([&](int thread) {
-      for (int slot = 0; slot < kSlots && of.first + slot < args.slots; ++slot) {
+    block.last_phase([&](int from) {
+      for (int slot = 0; slot < of.slots; ++slot) {
         if (verdicts[slot] == 0.0f) continue;
-        T* row = static_cast<T*>(args.exit_states) + (of.first + slot) * args.exit_rows * args.hidden + of.begin;
-        for (int64_t i = thread; i < of.count; i += kThreads) row[i] = from_float<T>(of.x[i * kSlots + slot]);
+        T* row = static_cast<T*>(args.exit_states) + (of.first + slot) * args.exit_rows * args.hidden;
+        for (int64_t begin = from; begin < args.hidden; begin += kDeep * kThreads) {
+          float values[kDeep];  // all are read before the first is written
+          TIDE_UNROLL
+          for (int i = 0; i < kDeep; ++i)
+            values[i] = begin + i * kThreads < args.hidden ? normalized(slot, begin + i * kThreads) : 0.0f;
+          TIDE_UNROLL
+          for (int i = 0; i < kDeep; ++i)
+            if (begin + i * kThreads < args.hidden) row[begin + i * kThreads] = from_float<T>(values[i]);
+        }
       }
     });
-  }
-
-  // The sum of what every block of the team has at `index` of its region, in order.
-  static TIDE_DEVICE float sum_of_team(const Block& block, int64_t index) {
-    float sum = 0.0f;
-    TIDE_UNROLL_BY_16
-    for (int rank = 0; rank < block.blocks; ++rank) sum += block.region(rank)[index];
-    return sum;
   }
 };
 
+template <class T>
+cudaError_t start(const TideExitArgs& args, ExitPlan plan, cudaStream_t stream) {
+  const int64_t groups = blocks_for(args.slots, kSlots);
+  cudaError_t status = cudaSuccess;
+  for (; plan.first_group < groups && status == cudaSuccess; plan.first_group += kGroups) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(std::min(groups - plan.first_group, kGroups) * plan.units));
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = Exit<T>::kShared * sizeof(float);
+    config.stream = stream;
+    status = cudaLaunchKernelEx(&config, entry<Exit<T>>, args, plan);  // its error, not one that was there before
+  }
+  return status;
+}
+
 bool usable(const TideExitArgs& args) {
   const TideNormArgs& norm = args.norm;
-  return args.slots >= 0 && args.slots <= INT32_MAX / kMaxBlocks && args.tokens > 0 && args.hidden > 0 &&
-         args.hidden <= kLargest && args.exit_rows > 0 && args.bottleneck > 0 && args.bottleneck <= kLargest &&
-         args.shortlist >= 0 && args.shortlist != 1 && args.shortlist <= kLargest && args.lens_rank >= 0 &&
-         args.lens_rank <= kLargest && known_type(args.states_type) &&
+  return args.slots >= 0 && args.slots <= INT32_MAX && args.tokens > 0 && args.hidden > 0 && args.hidden <= kLargest &&
+         args.exit_rows > 0 && args.bottleneck > 0 && args.bottleneck <= kLargest && args.shortlist >= 0 &&
+         args.shortlist != 1 && args.shortlist <= kLargest && args.lens_rank >= 0 && args.lens_rank <= kLargest &&
+         known_type(args.states_type) &&
          (norm.kind == TIDE_NORM_NONE || norm.kind == TIDE_NORM_RMS || norm.kind == TIDE_NORM_LAYER);
 }
 
@@ -279,18 +335,19 @@ bool complete(const TideExitArgs& args) {
 
 extern "C" int64_t tide_exit_workspace(const TideExitArgs* args) {
   using namespace tide;
-  return exchange_bytes(blocks_for(args->slots, kSlots), Exit<float>::sizes(*args, kMaxBlocks));
+  const int64_t groups = std::min(blocks_for(args->slots, kSlots), kGroups);
+  return groups * plan_of(*args, nullptr, nullptr).size * int64_t{sizeof(float)};
 }
 
-extern "C" cudaError_t tide_exit(const TideExitArgs* args, void* workspace, int64_t workspace_bytes,
+extern "C" cudaError_t tide_exit(const TideExitArgs* args, void* workspace, int64_t workspace_bytes, uint32_t* counters,
                                  cudaStream_t stream) {
   using namespace tide;
   if (args == nullptr || !usable(*args)) return cudaErrorInvalidValue;
   if (args->slots == 0) return cudaSuccess;
-  if (!complete(*args) || workspace == nullptr || workspace_bytes < tide_exit_workspace(args))
+  if (!complete(*args) || workspace == nullptr || workspace_bytes < tide_exit_workspace(args) || counters == nullptr)
     return cudaErrorInvalidValue;
-  const int64_t groups = blocks_for(args->slots, kSlots);
-  if (args->states_type == TIDE_FLOAT32) return launch<Exit<float>>(*args, groups, workspace, stream);
-  if (args->states_type == TIDE_FLOAT16) return launch<Exit<__half>>(*args, groups, workspace, stream);
-  return launch<Exit<__nv_bfloat16>>(*args, groups, workspace, stream);
+  const ExitPlan plan = plan_of(*args, workspace, counters);
+  if (args->states_type == TIDE_FLOAT32) return start<float>(*args, plan, stream);
+  if (args->states_type == TIDE_FLOAT16) return start<__half>(*args, plan, stream);
+  return start<__nv_bfloat16>(*args, plan, stream);
 }

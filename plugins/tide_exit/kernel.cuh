@@ -47,8 +47,13 @@ typedef struct TideExitArgs {
 /* Bytes of workspace for this many slots or fewer; every other size must be set. 256-byte alignment is needed. */
 TIDE_API int64_t tide_exit_workspace(const TideExitArgs* args);
 
+/* uint32 numbers by which a launch's blocks count what is done. The caller makes them 0 once; every call leaves them 0.
+   Calls that share them, or a workspace, must follow each other: one stream's do. */
+#define TIDE_EXIT_COUNTERS 193
+
 /* Starts the work on `stream` and returns. cudaErrorInvalidValue: a size, type or pointer is unusable. */
-TIDE_API cudaError_t tide_exit(const TideExitArgs* args, void* workspace, int64_t workspace_bytes, cudaStream_t stream);
+TIDE_API cudaError_t tide_exit(const TideExitArgs* args, void* workspace, int64_t workspace_bytes, uint32_t* counters,
+                               cudaStream_t stream);
 
 #ifdef __cplusplus
 }

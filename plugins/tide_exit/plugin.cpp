@@ -32,6 +32,15 @@ bool flag(Attributes const& attributes, char const* name) {
 
 }  // namespace
 
+uint32_t* Counters::get(cudaStream_t stream) {
+  constexpr size_t kBytes = TIDE_EXIT_COUNTERS * sizeof(uint32_t);
+  if (memory_ == nullptr) {
+    check(cudaMalloc(&memory_, kBytes));
+    check(cudaMemsetAsync(memory_, 0, kBytes, stream));
+  }
+  return static_cast<uint32_t*>(memory_);
+}
+
 Attributes TideExit::defaults() {
   return Attributes(
       {{"norm", std::string("none")}, {"epsilon", 0.0f}, {"lens", int32_t{0}}, {"shortlist", int32_t{0}}});
@@ -134,7 +143,7 @@ void TideExit::launch(PluginTensorDesc const* desc, PluginTensorDesc const*, voi
   args.scores = static_cast<float*>(outputs[kScore]);
   args.exits = static_cast<int32_t*>(outputs[kExits]);
   // TensorRT gives no size: it asked for that of the largest shapes, which is no smaller.
-  check(tide_exit(&args, workspace, tide_exit_workspace(&args), stream));
+  check(tide_exit(&args, workspace, tide_exit_workspace(&args), counters_.get(stream), stream));
 }
 
 }  // namespace tide

@@ -6,6 +6,21 @@
 
 namespace tide {
 
+// The kernel's counters, in the device's memory from the first call on. A copy of them is none yet: TensorRT gives each context
+// a clone of the plugin, and runs of one context follow each other.
+class Counters {
+ public:
+  Counters() = default;
+  Counters(Counters const&) {}
+  Counters& operator=(Counters const&) = delete;
+  ~Counters() { cudaFree(memory_); }
+
+  uint32_t* get(cudaStream_t stream);  // throws Misuse: CUDA has no memory
+
+ private:
+  void* memory_ = nullptr;
+};
+
 class TideExit final : public Plugin {
  public:
   static constexpr char const* kName = "TideExit";
@@ -31,6 +46,7 @@ class TideExit final : public Plugin {
   TideNormArgs norm_;
   // The inputs after the fixed ones: where the shortlist's two, the lens's three and the norm's begin.
   int32_t shortlist_, lens_, norm_weights_;
+  mutable Counters counters_;
 };
 
 }  // namespace tide

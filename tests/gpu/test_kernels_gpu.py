@@ -5,13 +5,17 @@ sh tests/gpu/sanitize.sh               the same code under compute-sanitizer
 """
 
 import ctypes
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from kernel_cases import LAYER, NONE, RMS, B, ExitCase, F, H, run_all, tolerance
 from kernel_checks import ExitResult, check_exit, check_nan, check_slots_alone, exit_args, exit_data, run_exit
-from kernel_runner import DeviceMemory, Runner, poison
+from kernel_runner import ROOT, DeviceMemory, Runner, poison, tk
+
+sys.path.append(str(ROOT / "tools" / "benchmarks"))
+from switch_graph import SwitchGraph
 
 SLOTS = [1, 3, 8, 17, 64, 333]
 
@@ -52,6 +56,38 @@ def test_addresses_that_allow_no_fours(kernels_library):
     run_all(Runner(kernels_library, DeviceMemory, guard=20))
 
 
+@pytest.mark.parametrize("lens_rank", [0, 16])
+def test_in_a_switch_body(runner, lens_rank):
+    """Where the runtime runs it: in the body of a switch node, behind itself, with the counters it has left."""
+    case = ExitCase(7, 1024, 64, 32, lens_rank, B)
+    memory, data = DeviceMemory(), exit_data(case)
+    expected = run_exit(runner, case, data)
+    args = exit_args(case)
+    for name, array in data.inputs().items():
+        setattr(args, name, memory.put(array.reshape(-1).view(np.uint8)))
+    args.norm.scale = memory.put(data.norm["scale"].view(np.uint8))
+    for name, array in vars(expected).items():
+        setattr(args, name, memory.put(np.full(array.nbytes, 255, np.uint8)))
+    size = runner.kernels.exit_workspace(args)
+    workspace, counters = memory.put(np.full(size, 255, np.uint8)), memory.put(np.zeros(tk.COUNTERS * 4, np.uint8))
+    stream = ctypes.c_void_p()
+    memory.check(memory.cudart.cudaStreamCreateWithFlags(ctypes.byref(stream), 1))
+    calls = 3
+    graph = SwitchGraph(
+        memory.cudart,
+        stream.value,
+        lambda: [runner.kernels.exit(args, workspace, size, counters, stream.value) for _ in range(calls)],
+    )
+    for _ in range(2):
+        graph.launch()
+    memory.wait()
+    for name, array in vars(expected).items():
+        assert np.array_equal(memory.get(getattr(args, name), array.nbytes), array.reshape(-1).view(np.uint8)), name
+    graph.close()
+    memory.check(memory.cudart.cudaStreamDestroy(stream))
+    memory.free()
+
+
 def test_in_a_cuda_graph(runner):
     """Captured twice in a row, replayed on new states: each launch waits for the one before it, whose results it may
     overwrite, and nothing allocates or goes to another stream."""
@@ -67,15 +103,15 @@ def test_in_a_cuda_graph(runner):
     for name, array in vars(empty).items():
         setattr(args, name, memory.put(array.reshape(-1).view(np.uint8)))
     size = runner.kernels.exit_workspace(args)
-    workspace = memory.put(np.full(size, 255, np.uint8))
+    workspace, counters = memory.put(np.full(size, 255, np.uint8)), memory.put(np.zeros(tk.COUNTERS * 4, np.uint8))
 
     stream, graph, executable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     check(cudart.cudaStreamCreateWithFlags(ctypes.byref(stream), 1))  # does not wait for the default stream
-    runner.kernels.exit(args, workspace, size, stream.value)  # CUDA loads kernels at their first launch
+    runner.kernels.exit(args, workspace, size, counters, stream.value)  # CUDA loads kernels at their first launch
     check(cudart.cudaStreamSynchronize(stream))
     check(cudart.cudaStreamBeginCapture(stream, 0))
-    runner.kernels.exit(args, workspace, size, stream.value)
-    runner.kernels.exit(args, workspace, size, stream.value)
+    runner.kernels.exit(args, workspace, size, counters, stream.value)
+    runner.kernels.exit(args, workspace, size, counters, stream.value)
     check(cudart.cudaStreamEndCapture(stream, ctypes.byref(graph)))
     check(cudart.cudaGraphInstantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)))
     for seed in (1, 2):

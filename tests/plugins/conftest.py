@@ -14,8 +14,7 @@ def builds() -> Builds:
 
 @pytest.fixture(scope="session")
 def emulated(builds: Builds) -> Path:
-    """The folder with the kernels for the CPU, without clusters and with them: libtide_kernels_sm75.so and _sm90.so;
-    and with libtide_plugins_emulated.so."""
+    """The folder with the kernels and the plugins for the CPU, libtide_kernels_emulated.so and libtide_plugins_..."""
     need(shutil.which("cmake") is not None, "there is no cmake")
     return builds.plugins("emulated", "all") / "emulated"
 

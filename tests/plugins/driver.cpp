@@ -12,7 +12,19 @@ using namespace nvinfer1;
 extern "C" IPluginCreatorInterface* const* getCreators(int32_t& count);
 extern "C" void setLoggerFinder(ILoggerFinder* finder);
 
-// The one function of the CUDA runtime that the plugins call themselves.
+// The functions of the CUDA runtime that the plugins call themselves.
+extern "C" cudaError_t cudaMalloc(void** memory, size_t size) {
+  *memory = ::operator new(size);
+  return cudaSuccess;
+}
+extern "C" cudaError_t cudaMemsetAsync(void* memory, int value, size_t size, cudaStream_t) {
+  std::memset(memory, value, size);
+  return cudaSuccess;
+}
+extern "C" cudaError_t cudaFree(void* memory) {
+  ::operator delete(memory);
+  return cudaSuccess;
+}
 extern "C" cudaError_t cudaMemcpyAsync(void* target, void const* source, size_t size, cudaMemcpyKind, cudaStream_t) {
   std::memcpy(target, source, size);
   return cudaSuccess;

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from kernel_runner import GUARD, Runner, tk
 
-LONE, CLUSTERS, SMALL_CLUSTERS = 8, 9, 12  # compute capabilities: no clusters, clusters of 16 blocks, and of 8
-PROCESSORS = 64
+RESIDENT = 64  # blocks that the emulated GPU takes at a time
 
 
 class FibreError(Exception):
@@ -25,12 +24,12 @@ class FibreRunner(Runner):
         self.library = library
         self.loaded = self.kernels.loaded
         self.loaded.fibres_problem.restype = self.loaded.fibres_launches.restype = ctypes.c_char_p
-        self.loaded.fibres_delete.argtypes = self.loaded.fibres_set_processors.argtypes = [ctypes.c_int]
+        self.loaded.fibres_delete.argtypes = self.loaded.fibres_set_resident.argtypes = [ctypes.c_int]
 
-    def emulate(self, order: int, capability: int, processors: int = PROCESSORS) -> None:
-        """Sets the order of threads and blocks (0 is ascending, else a seed), and the GPU."""
-        self.kernels.emulate(order, capability)
-        self.loaded.fibres_set_processors(processors)
+    def emulate(self, order: int = 0, resident: int = RESIDENT) -> None:
+        """Sets the order of threads and blocks (0 is ascending, else a seed), and how many blocks run at a time."""
+        self.kernels.emulate(order)
+        self.loaded.fibres_set_resident(resident)
 
     def without(self, barrier: int) -> None:
         """Deletes a barrier of `kernel_barriers`; 0, none."""

@@ -1,7 +1,7 @@
 """Finds every barrier of the kernel's sources, and builds the kernel so that a run can do without any one of them.
 
-The sources are copied and changed line by line: a statement that waits or orders becomes one that may be left out, and
-a phase or a stage says which it is before the barrier at its end (`fibres/include/fibres.h`).
+The sources are copied and changed line by line: a statement that waits, counts or orders becomes one that may be left
+out, and a phase says which it is before the barrier at its end (`fibres/include/fibres.h`).
 """
 
 import re
@@ -18,7 +18,7 @@ COMPILER = ("g++", "-std=c++17", "-g1", "-fPIC", "-DTIDE_EMULATED", "-Wall", "-W
 COMPILER += ("-Wno-unknown-pragmas", "-Wno-unused-parameter", f"-I{FIBRES}/include", f"-I{FIBRES}")
 WAITS = r"[Ss]ync|[Bb]arrier|[Ff]ence|[Aa]rrive|[Ww]ait|__shfl|[Aa]tomic"
 STATEMENT = re.compile(rf"^\s*(?!//)[^;{{}}/]*\b\w*(?:{WAITS})\w*\([^;{{}}]*\);$")
-END = re.compile(r"\b(\w+)\.(phase|stage)\(")  # of a phase, of a stage
+END = re.compile(r"\b(\w+)\.phase\(")
 OTHER = re.compile(rf"\w*(?:{WAITS})\w*\(|\basm\b|griddepcontrol")
 
 
@@ -52,7 +52,7 @@ def mark(found: list[Barrier], path: Path) -> str:
         if STATEMENT.match(line):
             lines[index] = f"if (fibres::kept({number})) {line.strip()}"
         else:
-            lines[index] = END.sub(rf"(fibres::ends_\2({number}), \1).\2(", line)
+            lines[index] = END.sub(rf"(fibres::ends_phase({number}), \1).phase(", line)
     return "\n".join(lines) + "\n"
 
 
@@ -70,7 +70,7 @@ def unknown() -> list[str]:
     return [line for line in code if OTHER.search(line) and not STATEMENT.match(line)]
 
 
-def build(builds: Builds, architecture: int) -> Path:
+def build(builds: Builds) -> Path:
     """Compiles the kernel with its barriers marked; returns the library."""
 
     def compile_marked(folder: Path) -> None:
@@ -82,9 +82,9 @@ def build(builds: Builds, architecture: int) -> Path:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(marked)
         library = folder / "libtide_kernels.so"
-        compile_observed(folder / "tide_exit" / "kernel.cu", library, observers(builds), architecture, f"-I{folder}")
+        compile_observed(folder / "tide_exit" / "kernel.cu", library, observers(builds), f"-I{folder}")
 
-    return builds.once(f"barriers-{architecture}", made_of(), compile_marked) / "libtide_kernels.so"
+    return builds.once("barriers", made_of(), compile_marked) / "libtide_kernels.so"
 
 
 def build_faulty(builds: Builds) -> Path:
@@ -92,9 +92,9 @@ def build_faulty(builds: Builds) -> Path:
 
     def compile_faulty(folder: Path) -> None:
         fibres = folder / "fibres.o"
-        run([*COMPILER, "-DFIBRES_UCONTEXT", "-D__CUDA_ARCH__=0", "-O2", "-c", FIBRES / "fibres.cpp", "-o", fibres])
+        run([*COMPILER, "-DFIBRES_UCONTEXT", "-O2", "-c", FIBRES / "fibres.cpp", "-o", fibres])
         others = [one for one in observers(builds) if one.name != fibres.name]
-        compile_observed(FIBRES / "faulty.cu", folder / "libfaulty.so", [fibres, *others], 90)
+        compile_observed(FIBRES / "faulty.cu", folder / "libfaulty.so", [fibres, *others])
 
     return builds.once("faulty", made_of(), compile_faulty) / "libfaulty.so"
 
@@ -106,23 +106,23 @@ def made_of() -> list[Path]:
 
 
 def observers(builds: Builds) -> list[Path]:
-    """The object files that run fibres and see what they read and write, of no architecture.
+    """The object files that run fibres and see what they read and write.
 
     In the order in which they are to be linked: the variables of fibres.cpp are initialized before the others ask.
     """
 
     def compile_them(folder: Path) -> None:
         for source in [*FIBRES.glob("*.cpp"), CAPI]:
-            command = [*COMPILER, "-D__CUDA_ARCH__=0", f"-I{ROOT}/plugins", "-O2", "-c", source]
+            command = [*COMPILER, f"-I{ROOT}/plugins", "-O2", "-c", source]
             run([*command, "-o", folder / f"{source.stem}.o"])
 
     return sorted(builds.once("observers", made_of(), compile_them).glob("*.o"))
 
 
-def compile_observed(source: Path, library: Path, others: list[Path], architecture: int, *options: str) -> None:
+def compile_observed(source: Path, library: Path, others: list[Path], *options: str) -> None:
     """Compiles kernels for the fibres, with every access to memory observed (`fibres/races.cpp`)."""
     kernel = library.with_suffix(".o")
-    given = [*COMPILER, f"-D__CUDA_ARCH__={architecture}0", *options, f"-I{ROOT}/plugins", "-Og", "-fno-exceptions"]
+    given = [*COMPILER, *options, f"-I{ROOT}/plugins", "-Og", "-fno-exceptions"]
     run([*given, "-fsanitize=thread", "-x", "c++", "-c", source, "-o", kernel])
     run(["g++", "-shared", kernel, *others, "-o", library])
 

@@ -1,7 +1,7 @@
 """Runs kernels on NumPy arrays, on the CPU (emulated) or on a GPU, in memory that shows what a kernel should not do.
 
 Everything a kernel may write starts as NaN bytes, every array lies between two guards that must be untouched, and the
-workspace is exactly as large as asked for, filled with NaN.
+workspace is exactly as large as asked for, filled with NaN. The counters are 0 before a call and after it.
 """
 
 import ctypes
@@ -164,8 +164,10 @@ class Runner:
             placed.append((key, array, data, address, start))
         size = self.kernels.exit_workspace(args)
         workspace = memory.put(np.full(size + guard, FILL, np.uint8))
-        self.kernels.exit(args, workspace, size)
+        counters = memory.put(np.zeros(tk.COUNTERS, np.uint32).view(np.uint8))
+        self.kernels.exit(args, workspace, size, counters)
         memory.wait()
+        assert not memory.get(counters, tk.COUNTERS * 4).any(), "tide_exit left counters that are not 0"
 
         for key, array, before, address, start in placed:
             after = memory.get(address, before.nbytes)

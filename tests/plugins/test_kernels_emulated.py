@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiers
-from fibre_runner import CLUSTERS, LONE, SMALL_CLUSTERS, FibreRunner
+from fibre_runner import FibreRunner
 from kernel_cases import CASES, LAYER, NONE, RMS, B, ExitCase, F, H, run_all, run_cases, tolerance
 from kernel_checks import check_exit, check_nan, check_slots_alone, exit_args, exit_data, run_exit
 from kernel_runner import tk
@@ -18,26 +18,16 @@ from native_builds import ROOT, Builds, need
 
 
 @pytest.fixture(scope="module")
-def runners(emulated: Path) -> dict[bool, FibreRunner]:
-    return {clusters: FibreRunner(emulated / f"libtide_kernels_sm{90 if clusters else 75}.so") for clusters in (0, 1)}
+def library(emulated: Path) -> FibreRunner:
+    return FibreRunner(emulated / "libtide_kernels_emulated.so")
 
 
 @pytest.fixture
-def emulate(runners):
-    def choose(order: int, capability: int, processors: int = 64) -> FibreRunner:
-        runner = runners[capability >= CLUSTERS]
-        runner.emulate(order, capability, processors)
-        return runner
-
-    return choose
+def runner(library: FibreRunner) -> FibreRunner:
+    library.emulate()
+    return library
 
 
-@pytest.fixture
-def runner(emulate) -> FibreRunner:
-    return emulate(0, CLUSTERS)
-
-
-@pytest.mark.parametrize("capability", [LONE, CLUSTERS])
 @pytest.mark.parametrize(
     "case",
     [
@@ -48,19 +38,27 @@ def runner(emulate) -> FibreRunner:
         ExitCase(33, 640, 65, 33, 0, H, LAYER, shift=True),
         ExitCase(64, 192, 33, 7, 5, B),
         ExitCase(64, 576, 16, 40, 0, F),
+        ExitCase(2, 640, 24, 300, 300, F),
     ],
     ids=str,
 )
-def test_exit(emulate, case, capability):
-    check_exit(emulate(0, capability), case, tolerance(case))
+def test_exit(runner, case):
+    check_exit(runner, case, tolerance(case))
 
 
-@pytest.mark.parametrize(
-    ("kind", "capability"),
-    tiers.exhaustive_but([(F, LONE), (B, CLUSTERS)], [(k, c) for k in (F, H, B) for c in (LONE, CLUSTERS)]),
-)
-def test_a_slot_s_results_do_not_depend_on_the_others(emulate, kind, capability):
-    check_slots_alone(emulate(0, capability), ExitCase(37, 300, 24, 17, 6, kind), [1, 3, 4, 5, 17])
+def test_more_slots_than_a_launch_takes(runner):
+    """Two launches that share counters and workspace; the second one's slots are as they are alone."""
+    case = ExitCase(259, 16, 3, 2, 2, F)
+    runner.launches()
+    check_exit(runner, case, tolerance(case))
+    units = 1 + 1 + 2  # of a group: of the lens's matmuls, and of the router's with a tile for the shortlist
+    assert [launch["blocks"] for launch in runner.launches()] == [64 * units, units]
+    check_slots_alone(runner, case, [3])
+
+
+@pytest.mark.parametrize("kind", tiers.exhaustive_but([F, B], [F, H, B]))
+def test_a_slot_s_results_do_not_depend_on_the_others(runner, kind):
+    check_slots_alone(runner, ExitCase(37, 300, 24, 17, 6, kind), [1, 3, 4, 5, 17])
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
@@ -68,74 +66,49 @@ def test_nan_stays_in_its_slot(runner, kind):
     check_nan(runner, ExitCase(9, 300, 24, 17, 6, kind))
 
 
-@pytest.mark.parametrize(
-    ("order", "capability"), tiers.exhaustive_beyond(1, [(3, SMALL_CLUSTERS), (1, LONE), (2, CLUSTERS), (4, CLUSTERS)])
-)
-def test_the_order_of_threads_blocks_and_teams_does_not_matter(emulate, order, capability):
-    run_all(emulate(order, capability))
+@pytest.mark.parametrize(("order", "resident"), tiers.exhaustive_beyond(2, [(3, 64), (1, 1), (2, 7), (4, 1000)]))
+def test_the_order_of_threads_and_blocks_does_not_matter(runner, order, resident):
+    """However few blocks the GPU takes at a time, those that wait do not keep out those that they wait for."""
+    runner.emulate(order, resident)
+    run_all(runner)
 
 
-def test_a_score_has_the_same_bits_in_any_order_and_with_or_without_clusters(emulate):
+def test_a_score_has_the_same_bits_in_any_order_and_with_any_number_of_blocks_at_a_time(runner):
     case = ExitCase(17, 300, 24, 17, 5, norm=LAYER)
     data = exit_data(case)
-    ascending = run_exit(emulate(0, LONE), case, data)
-    for order, capability in ((5, LONE), (6, CLUSTERS)):
-        shuffled = run_exit(emulate(order, capability), case, data)
+    ascending = run_exit(runner, case, data)
+    for order, resident in ((5, 3), (6, 64), (7, 1000)):
+        runner.emulate(order, resident)
+        shuffled = run_exit(runner, case, data)
         assert np.array_equal(ascending.scores.view(np.int32), shuffled.scores.view(np.int32))
 
 
 def test_addresses_that_allow_no_fours(emulated):
     """Every array is 4 bytes off a multiple of 8."""
-    tiers.sized(run_cases, run_all)(FibreRunner(emulated / "libtide_kernels_sm90.so", guard=20))
+    tiers.sized(run_cases, run_all)(FibreRunner(emulated / "libtide_kernels_emulated.so", guard=20))
 
 
 @pytest.mark.parametrize(
-    ("capability", "processors", "blocks", "cluster"),
+    ("sizes", "units"),
     [
-        pytest.param(LONE, 200, 64, 1, id="four teams, which take five groups"),
-        pytest.param(LONE, 40, 32, 1, id="two teams"),
-        pytest.param(LONE, 30, 16, 1, id="one team"),
-        pytest.param(LONE, 7, 4, 1, id="a team of four blocks"),
-        pytest.param(LONE, 1, 1, 1, id="a team of one block"),
-        pytest.param(CLUSTERS, 64, 80, 16, id="a cluster of 16 for each group"),
-        pytest.param(SMALL_CLUSTERS, 64, 40, 8, id="a cluster of 8 for each group"),
+        # ranges of rows x tiles of the router; the lens's ranges and tiles
+        pytest.param((4096, 128, 0, 0), 128, id="32 rows a block"),
+        pytest.param((4096, 128, 256, 0), 43 * 3, id="96 rows a block, shortlist and bottleneck"),
+        pytest.param((3072, 128, 256, 64), 39 * 3 + 24 + 24, id="80 rows a block, and a lens of 128 rows a block"),
+        pytest.param((8192, 512, 300, 200), 64 * 7 + 64 * 2 + 64, id="more than there are multiprocessors"),
+        pytest.param((300, 24, 17, 6), 19 * 2 + 3 + 3, id="16 rows at least"),
     ],
 )
-def test_what_is_launched(emulate, capability, processors, blocks, cluster):
-    """What CUDA is given, and that it takes it: the stand-in refuses as CUDA does."""
-    case = ExitCase(17, 300, 40, 10, 6, H)
-    runner = emulate(3, capability, processors)
+def test_a_launch_covers_a_large_gpu(runner, sizes, units):
+    """Blocks for one group of slots; a block's threads and memory are what every GPU gives unasked."""
+    case = ExitCase(1, *sizes, H)
     runner.launches()
     check_exit(runner, case, tolerance(case))
-    (launch,) = runner.launches()
-    assert (launch["blocks"], launch["threads"], launch["cluster"]) == (blocks, 512, cluster)
-    lone = capability == LONE
-    assert (launch["cooperative"], launch["overlaps"], launch["non_portable"]) == (lone, not lone, not lone)
-    of_team = min(blocks, 16) if lone else cluster
-    share, region = -(-300 // (8 * of_team)) * 8, 4 * (6 + 3 + 50 + 1)
-    floats = 4 * share + 4 * 6 + 16 * 4 * 128 + (0 if lone else region)
-    assert launch["shared"] == floats * 4 < launch["largest_shared"]
-
-
-@pytest.mark.parametrize("capability", [LONE, CLUSTERS, SMALL_CLUSTERS])
-def test_more_shared_memory_than_a_kernel_has_unasked(emulate, capability):
-    case = ExitCase(1, 64, 8, 0, 1200, F)
-    runner = emulate(0, capability)
-    runner.launches()
-    check_exit(runner, case, tolerance(case))
-    (launch,) = runner.launches()
-    assert 48 * 1024 < launch["shared"] == launch["largest_shared"]
-
-
-def test_more_shared_memory_than_the_gpu_has_is_refused(emulate):
-    case = ExitCase(1, 64, 8, 0, 3000, F)
-    check_exit(emulate(0, CLUSTERS), case, tolerance(case))
-    with pytest.raises(tk.KernelError, match="CUDA error 1"):
-        check_exit(emulate(0, SMALL_CLUSTERS), case, tolerance(case))
+    assert runner.launches() == [{"blocks": units, "threads": 512, "shared": (512 + 8192 + 1536 + 8 + 4 + 4) * 4}]
 
 
 def test_no_slots_are_no_work(runner):
-    runner.kernels.exit(args_with(slots=0), None, 0)
+    runner.kernels.exit(args_with(slots=0), None, 0, None)
 
 
 def args_with(**changes) -> tk.ExitArgs:
@@ -155,7 +128,7 @@ def args_with(**changes) -> tk.ExitArgs:
         pytest.param({"shortlist": 1}, id="no second token"),
         pytest.param({"lens_rank": -1}, id="negative rank"),
         pytest.param({"slots": -1}, id="negative slots"),
-        pytest.param({"slots": 2**31}, id="more slots than a grid has blocks"),
+        pytest.param({"slots": 2**31}, id="more slots than can be counted"),
         pytest.param({"hidden": 2**31}, id="wider than can be counted"),
         pytest.param({"states_type": 3}, id="unknown type"),
         pytest.param({"norm": tk.NormArgs(kind=7)}, id="unknown norm"),
@@ -169,14 +142,16 @@ def test_unusable_arguments_are_refused(runner, changes):
     names = ("states", "last_tokens", "thresholds", "down", "up", "bias", "exit_states", "scores", "exits")
     args = args_with(**(dict.fromkeys(names, 64) | changes))
     with pytest.raises(tk.KernelError, match="tide_exit gave CUDA error 1"):
-        runner.kernels.exit(args, 256, 2**40)
+        runner.kernels.exit(args, 256, 2**40, 256)
 
 
-def test_a_workspace_that_is_too_small_is_refused(runner):
+def test_a_workspace_that_is_too_small_and_no_counters_are_refused(runner):
     names = ("states", "last_tokens", "thresholds", "down", "up", "bias", "exit_states", "scores", "exits")
     args = args_with(**dict.fromkeys(names, 64))
     with pytest.raises(tk.KernelError):
-        runner.kernels.exit(args, 256, runner.kernels.exit_workspace(args) - 1)
+        runner.kernels.exit(args, 256, runner.kernels.exit_workspace(args) - 1, 256)
+    with pytest.raises(tk.KernelError):
+        runner.kernels.exit(args, 256, runner.kernels.exit_workspace(args), None)
 
 
 def test_the_workspace_for_many_slots_is_enough_for_fewer(runner):
@@ -190,7 +165,7 @@ def test_the_workspace_for_many_slots_is_enough_for_fewer(runner):
 def test_the_loader_refuses_another_version(monkeypatch, emulated):
     monkeypatch.setattr(tk, "VERSION", 99)
     with pytest.raises(tk.KernelError, match="this file is for version 99"):
-        tk.Kernels(emulated / "libtide_kernels_sm90.so")
+        tk.Kernels(emulated / "libtide_kernels_emulated.so")
 
 
 def test_the_guards_see_a_write_that_goes_too_far(runner):
@@ -204,15 +179,14 @@ def test_the_guards_see_a_write_that_goes_too_far(runner):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", [75, 90])
-def test_under_an_address_sanitizer(builds: Builds, architecture: int):
+def test_under_an_address_sanitizer(builds: Builds):
     """Every buffer is an allocation of its own, and so is each block's shared memory."""
     folder = builds.plugins("sanitized", "tide_kernels_emulated") / "emulated"
     command = ["g++", "-print-file-name=libasan.so"]
     library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     need(Path(library).is_absolute(), "g++ has no address sanitizer")
     script = ROOT / "tests" / "plugins" / "kernel_cases.py"
-    command = [sys.executable, str(script), str(folder / f"libtide_kernels_sm{architecture}.so")]
+    command = [sys.executable, str(script), str(folder / "libtide_kernels_emulated.so")]
     environment = os.environ | {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,5 +1,5 @@
 """What nvcc makes of the kernel as it is shipped: registers and nothing on the stack, for every architecture, as
-docs/reference/kernel-resources.md lists them; and no load before the kernel that gives its inputs has ended.
+docs/reference/kernel-resources.md lists them.
 
     PYTHONPATH=.:tests python tests/plugins/test_machine_code.py      writes that page anew
 """
@@ -8,16 +8,13 @@ import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import kernel_barriers
 import pytest
 import tiers
 from native_builds import QUICK_ARCHITECTURES, ROOT, Builds, need
-
-from tide_export.calibration.config import TideConfig
-from tide_export.plans.exit_memory import LIMITS, ExitSizes, needed
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120, 121)
 MAX_REGISTERS = 128  # of each of the 512 threads of a block: 65,536 registers a multiprocessor
@@ -78,24 +75,9 @@ def resources_row(architecture: int, kernels: list[Kernel]) -> tuple[object, ...
 
 
 def resources_table(version: str, kernels: list[Kernel]) -> str:
-    """Returns the page's first table: registers by GPU and type of states."""
+    """Returns the page's table: registers by GPU and type of states."""
     rows = [resources_row(sm, kernels) for sm in ARCHITECTURES]
     return f"nvcc {version}:\n\n" + table(("GPU", *sorted(TYPES.values())), rows)
-
-
-def memory_table() -> str:
-    """The page's second table: of a model with 4096 channels and routers as calibration makes them."""
-    config = TideConfig()
-    sizes = ExitSizes(4096, config.router_bottleneck_dim, config.router_shortlist, config.lens_rank)
-    wide = replace(sizes, hidden=8192)
-    rows = []
-    for capability, limit in LIMITS.items():
-        left = limit * 1024 - needed(replace(sizes, shortlist=0), capability)
-        longest = left // 16 if capability >= (9, 0) else "any"
-        kib = [f"{needed(one, capability) / 1024:.1f}" for one in (sizes, wide)]
-        rows.append((f"{capability[0]}.{capability[1]}", limit, *kib, longest))
-    heads = ("compute capability", "KiB there are", "KiB at 4096", "KiB at 8192", "longest `router_shortlist` at 4096")
-    return table(heads, rows)
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
@@ -130,7 +112,7 @@ def test_no_kernel_spills_and_the_page_lists_its_registers(architecture: int, re
     for one in of_it:
         assert (one.stack, one.stores, one.loads) == (0, 0, 0), one
         assert one.registers <= MAX_REGISTERS, one
-        assert one.shared == 0, f"{one}: plans.exit_memory counts none"
+        assert one.shared == 0, one  # a launch asks for it
     page, version = PAGE.read_text(), nvcc_version()
     if f"nvcc {version}:" not in page:
         pytest.skip(f"the page is of another nvcc than {version}")
@@ -138,10 +120,6 @@ def test_no_kernel_spills_and_the_page_lists_its_registers(architecture: int, re
     assert [line.split()[1] for line in listed] == [f"sm_{one}" for one in ARCHITECTURES]
     row = table_line(resources_row(architecture, kernels))
     assert listed[ARCHITECTURES.index(architecture)] == row, "write it anew: see the top of this file"
-
-
-def test_the_page_lists_what_is_checked_before_an_engine_is_built() -> None:
-    assert memory_table() in PAGE.read_text(), "write it anew: see the top of this file"
 
 
 def test_a_kernel_with_a_stack_and_shared_memory_is_read() -> None:
@@ -154,50 +132,14 @@ ptxas info    : Used 128 registers, used 1 barriers, 520 bytes cumulative stack 
     assert [kernel(found) for found in REPORT.finditer(said)] == [Kernel(120, "float32", 128, 520, 580, 900, 1024)]
 
 
-BEFORE_WAIT = "ld.param"
-ACCESS = re.compile(r"^\s+(?:@!?%p\d+ )?((?:ld|st|atom|red|prefetch|cp)\.[\w.:]+)", re.M)
-WAIT = "griddepcontrol.wait;"
-
-
-def violations(ptx: str) -> list[str]:
-    """What may read or write memory of another kernel before it has ended, of a PTX program's kernels."""
-    found = []
-    for kernel in re.split(r"^\.entry ", ptx, flags=re.M)[1:]:
-        if WAIT not in kernel:
-            found.append("a kernel that does not wait")
-            continue
-        before, after = kernel.split(WAIT, 1)
-        found += [access for access in ACCESS.findall(before) if not access.startswith(BEFORE_WAIT)]
-        found += [
-            f"a jump to {label}" for label in re.findall(r"bra(?:\.uni)?\s*(\$\w+);", before) if f"{label}:" in after
-        ]
-    return found
-
-
-def test_nothing_is_read_before_the_kernel_before_has_ended(kernel_build: Path) -> None:
-    """With programmatic dependent launch (from compute capability 9.0) a kernel starts while the one before runs."""
-    (file,) = kernel_build.parent.rglob("kernel*compute_90.ptx")
-    ptx = file.read_text()
-    assert ptx.count(WAIT) == 3
-    assert violations(ptx) == []
-    # It would see a wait that is missing, late, or jumped over.
-    assert violations(ptx.replace(WAIT, "", 1)) == ["a kernel that does not wait"]
-    first_load = ptx.index("ld.global", ptx.index(WAIT))
-    end = ptx.index("\n", first_load) + 1
-    late = ptx[:end].replace(WAIT, "", 1) + f"\t{WAIT}\n" + ptx[end:]
-    assert any(access.startswith("ld.global") for access in violations(late))
-    assert violations(ptx.replace(WAIT, f"\tbra.uni \t$L_over;\n{WAIT}\n$L_over:", 1)) != []
-
-
 def write_page() -> None:
-    """Puts both tables into the page."""
+    """Puts the table into the page."""
     text = PAGE.read_text()
     with tempfile.TemporaryDirectory() as folder:
         compile_for(ARCHITECTURES, Path(folder))
         made = resources_table(nvcc_version(), kernels_in(Path(folder) / "ptxas.txt"))
     rows = r"(?:\|.*\n)*\|[^\n]*"
-    text = re.sub(r"nvcc [\d.]+:\n\n" + rows, lambda _: made, text, count=1)
-    PAGE.write_text(re.sub(r"\| compute capability " + rows, lambda _: memory_table(), text, count=1))
+    PAGE.write_text(re.sub(r"nvcc [\d.]+:\n\n" + rows, lambda _: made, text, count=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The plugin tells the kernel the size of the workspace it asked TensorRT for, so that the kernel's check holds."""
+"""The plugin tells the kernel the size of the workspace it asked TensorRT for, so that the kernel's check holds.
+
+It gives it counters of its own: 0 at first, for each context others, freed at last.
+"""
 
 import shutil
 import subprocess

@@ -1,7 +1,10 @@
-// Runs the plugin class on a kernel that does nothing, and checks the size of the workspace that it tells the kernel:
-// for tests/plugins/test_plugin_workspace.py. Ends with 0, or says what went wrong.
+// Runs the plugin class on a kernel that does nothing, and checks the size of the workspace that it tells the kernel, and the
+// counters that it gives it: for tests/plugins/test_plugin_workspace.py. Ends with 0, or says what went wrong.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <string>
 
 #include "tide_exit/plugin.h"
@@ -12,6 +15,9 @@ namespace {
 
 constexpr int64_t kEach = 1000;  // bytes for a slot
 int64_t told = -1;
+uint32_t* counters = nullptr;
+int allocations = 0, memory_left = 0;  // blocks of memory
+bool has_memory = true;
 std::string logged;
 
 void expect(bool condition, char const* what) {
@@ -24,18 +30,39 @@ void expect(bool condition, char const* what) {
 
 extern "C" int64_t tide_exit_workspace(TideExitArgs const* args) { return args->slots * kEach; }
 
-extern "C" cudaError_t tide_exit(TideExitArgs const* args, void*, int64_t bytes, cudaStream_t) {
+extern "C" cudaError_t tide_exit(TideExitArgs const* args, void*, int64_t bytes, uint32_t* given, cudaStream_t) {
   told = bytes;
+  counters = given;
   return bytes < tide_exit_workspace(args) || args->slots == 5 ? cudaErrorInvalidValue : cudaSuccess;
 }
 
 extern "C" cudaError_t cudaMemcpyAsync(void*, void const*, size_t, cudaMemcpyKind, cudaStream_t) { return cudaSuccess; }
 
+extern "C" cudaError_t cudaMalloc(void** memory, size_t size) {
+  if (!has_memory) return cudaErrorMemoryAllocation;
+  *memory = std::malloc(size);
+  std::memset(*memory, 0xFF, size);
+  ++allocations, ++memory_left;
+  return cudaSuccess;
+}
+
+extern "C" cudaError_t cudaMemsetAsync(void* memory, int value, size_t size, cudaStream_t) {
+  std::memset(memory, value, size);
+  return cudaSuccess;
+}
+
+extern "C" cudaError_t cudaFree(void* memory) {
+  memory_left -= memory != nullptr ? 1 : 0;
+  std::free(memory);
+  return cudaSuccess;
+}
+
 void tide::log_error(char const*, char const* text) noexcept { logged = text; }
 
 int main() {
   constexpr int64_t kMost = 9;
-  tide::TideExit plugin(tide::TideExit::defaults());
+  auto made = std::make_unique<tide::TideExit>(tide::TideExit::defaults());
+  tide::TideExit& plugin = *made;
   DynamicPluginTensorDesc dynamic[7]{};
   PluginTensorDesc desc[7]{};
   void const* inputs[7]{};
@@ -60,5 +87,20 @@ int main() {
     expect(done == (slots != 5), "the kernel's answer is not the plugin's");
   }
   expect(logged == "CUDA error 1", "the refusal is not logged");
+  expect(allocations == 1, "counters are allocated once");
+  expect(std::all_of(counters, counters + TIDE_EXIT_COUNTERS, [](uint32_t one) { return one == 0; }), "counters are not 0");
+  uint32_t* const first = counters;
+  std::unique_ptr<IPluginV3> copy(plugin.attachToContext(nullptr));
+  auto* runtime = static_cast<IPluginV3OneRuntime*>(copy->getCapabilityInterface(PluginCapabilityType::kRUNTIME));
+  runtime->onShapeChange(desc, 7, desc, 3);
+  has_memory = false;
+  expect(runtime->enqueue(desc, desc, inputs, outputs, workspace, nullptr) != 0, "no memory is no error");
+  expect(logged == "CUDA error 2", "a lack of memory is not logged");
+  has_memory = true;
+  expect(runtime->enqueue(desc, desc, inputs, outputs, workspace, nullptr) == 0, "it does not run once there is memory");
+  expect(counters != first, "two contexts have the same counters");
+  copy.reset();
+  made.reset();
+  expect(memory_left == 0, "counters are left behind");
   return 0;
 }

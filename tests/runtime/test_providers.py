@@ -1,5 +1,6 @@
 """Which engine runs a bundle: had or refused with one sentence, and never another than the one asked for."""
 
+import ctypes
 import json
 import logging
 import re
@@ -20,6 +21,7 @@ from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime import providers
 from tide_export.runtime.engine import load, open_engine
 from tide_export.runtime.native import created
+from tide_export.runtime.tensorrt import gpu
 from tide_export.runtime.tensorrt import plans as on_tensorrt
 from tide_export.runtime.tensorrt.flavours import (
     DAMAGED,
@@ -259,3 +261,22 @@ def test_tensorrt_builds_for_the_gpu_there_is_and_rtx_for_all_it_knows() -> None
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     known = [name[2:-1] + "." + name[-1] for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     assert tuple(known) == ("7.5", *RTX_CAPABILITIES), "7.5 has to be asked for when engines are built"
+
+
+def test_the_driver_is_asked_for_the_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {75: 9, 76: 0}
+
+    def tell(number, attribute: int, device) -> int:
+        ctypes.cast(number, ctypes.POINTER(ctypes.c_int))[0] = answers.get(attribute, 7)
+        return 0 if attribute in answers else 1
+
+    driver = SimpleNamespace(cuInit=lambda _: 0, cuDeviceGet=lambda *_: 0, cuDeviceGetAttribute=tell)
+    monkeypatch.setattr(gpu, "_driver", lambda: driver)
+    gpu.compute_capability.cache_clear()
+    try:
+        assert gpu.compute_capability() == (9, 0)
+        gpu.compute_capability.cache_clear()
+        del answers[76]
+        assert gpu.compute_capability() is None
+    finally:
+        gpu.compute_capability.cache_clear()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
-from tide_export.calibration.evaluate import lens_rank
 from tide_export.calibration.self_generated import answer_length, prompts_in, prompts_to_answer
 from tide_export.common.formatting import size
 from tide_export.data.documents import Documents
@@ -14,9 +13,7 @@ from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import ExportRequest
-from tide_export.plans.exit_memory import ExitSizes, check_exit_memory, warn_of_exit_memory
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.trace.attention.indexed import max_keys
 from tide_export.trace.attention.masks import layer_masks
 from tide_export.trace.recurrence import keeps_state, refuse_unknown_state
@@ -71,7 +68,6 @@ def check_source(
         UnsupportedModelError: the model has a recurrent state or attention masks that cannot be exported.
         ConfigError: sequence length or checkpoints do not fit the model, or several processes calibrate.
         RouterFileError: the routers are of another model.
-        BuildError: the plugin of the plans cannot run on this GPU with such routers.
         BundleError: the disk has less space than the weights of the layers need.
         ModelError, DatasetError: the tokenizer or the dataset is needed and cannot be read.
     """
@@ -81,8 +77,6 @@ def check_source(
     if routers is not None:
         routers.check(source, request.routers or "")
     checkpoints = routers.checkpoints if routers is not None else planned_checkpoints(request.config, source.num_layers)
-    if checkpoints and request.flavour is not None and request.flavour.has_plugins:
-        _check_plugin(request, exit_sizes(source, request.config, routers))
     _check_space(source, request, folder)
     if routers is None and Processes.current().count > 1:
         raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
@@ -130,18 +124,6 @@ def planned_checkpoints(config: TideConfig, num_layers: int) -> tuple[int, ...]:
     return config.resolve_checkpoints(num_layers)
 
 
-def exit_sizes(source: SourceModel, config: TideConfig, routers: RouterSet | None) -> ExitSizes:
-    """Returns the sizes of the given routers, or the maximum that calibration with `config` can give."""
-    if routers is not None:
-        shortlist = routers.routers[routers.checkpoints[0]].shortlist
-        ranks = [lens.down.out_features for lens in routers.lenses.values()]
-        tokens = 0 if shortlist is None else len(shortlist)
-        return ExitSizes(routers.hidden_size, routers.bottleneck, tokens, max(ranks, default=0))
-    tokens = min(max(2, config.router_shortlist), source.vocab_size) if config.router_shortlist else 0
-    rank = 0 if config.exit_strategy == "identity" else lens_rank(source, config)
-    return ExitSizes(source.normalized_size, config.router_bottleneck_dim, tokens, rank)
-
-
 def _check_state(source: SourceModel, request: ExportRequest) -> None:
     """Refuses targets and options that recurrent states do not allow."""
     if not keeps_state(source):
@@ -151,14 +133,6 @@ def _check_state(source: SourceModel, request: ExportRequest) -> None:
             f"{source.architecture} keeps recurrent states, which TensorRT's networks cannot take back when drafts are "
             "rejected: export it for target onnxruntime"
         )
-
-
-def _check_plugin(request: ExportRequest, sizes: ExitSizes) -> None:
-    """Refuses routers for which plans built here cannot hold the plugin; warns if built elsewhere."""
-    if not request.engines and request.plugins != NONE:
-        warn_of_exit_memory(sizes)
-    elif request.plugin_library is not None:
-        check_exit_memory(sizes)
 
 
 def check_text(source: SourceModel, request: ExportRequest) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tide_export.bundle.file_names import PLANS_FOLDER, ROUTERS_FILE, network_file, plan_file
+from tide_export.bundle.file_names import PLANS_FOLDER, network_file, plan_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
 from tide_export.bundle.plan_fields import FP8, BuiltPlan, PlansInfo, PluginsInfo, Profile
@@ -30,7 +30,6 @@ from tide_export.common.progress import stage
 from tide_export.errors import BuildError
 from tide_export.names import segment_networks as names
 from tide_export.names.operators import OP_EXIT
-from tide_export.plans.exit_memory import check_exit_memory, router_file_sizes
 from tide_export.runtime.tensorrt.flavours import FP8_CAPABILITY, Flavour, built_for, import_library, warn_of_copies
 from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
@@ -82,18 +81,13 @@ def build_plans(folder: Path, manifest: Manifest, flavour: Flavour, plugins: Plu
         plugins: library from `plugins_to_build_with`, used instead of the networks' functions.
 
     Raises:
-        BuildError: a plan could not be built, the builder crashed (the message has its last log lines), or the
-            plugins cannot run on this GPU.
-        BundleError: the file of routers cannot be read.
+        BuildError: a plan could not be built, or the builder crashed (the message has its last log lines).
         ProviderError: the library is not installed.
     """
     version, info = require_builder(flavour), manifest.networks
     if info is None:
         raise BuildError("the bundle holds no segment networks to build plans from: export it for that target")
     check_matrices(flavour, info.matrices)
-    sizes = None if plugins is None else router_file_sizes(folder / ROUTERS_FILE)
-    if sizes is not None:
-        check_exit_memory(sizes)
     capabilities = built_for(flavour, compute_capability(), fp8=info.matrices == FP8)
     expected = specs(manifest, info)
     profiles = profiles_for(info)

@@ -1,5 +1,4 @@
 // Kernels with one fault each, which the fibres must report: for test_kernel_barriers.py.
-#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include "common/device.cuh"
@@ -8,39 +7,42 @@ namespace {
 
 constexpr unsigned kThreads = 32;
 
-// Clusters of two blocks; `data` is global memory, a number for each thread of all blocks.
-__global__ void faulty(int fault, float* data) {
-  const auto cluster = cooperative_groups::this_cluster();
-  const unsigned thread = threadIdx.x, rank = blockIdx.x % 2;
+// Two blocks of which the second that gets a number takes what the first has written. `data` is global memory, a number for
+// each thread of both; `counters`: of blocks that have begun, and that have written.
+__global__ void faulty(int fault, float* data, unsigned* counters) {
+  const unsigned thread = threadIdx.x;
   float* own = tide::shared_memory();
-  float* neighbour = cluster.map_shared_rank(own, static_cast<int>(1 - rank));
-  float& mine = data[blockIdx.x * kThreads + thread];
-  if (fault == 1) mine = 1;
-  cudaGridDependencySynchronize();
+  if (thread == 0) own[2 * kThreads - 1] = static_cast<float>(atomicInc(counters, 1u));
+  __syncthreads();
+  const bool first = fault == 12 ? blockIdx.x == 0 : own[2 * kThreads - 1] == 0;
   own[thread] = 1;
-  if (fault == 2) mine = neighbour[thread];
-  if (fault == 3) mine = own[thread ^ 1];
-  if (fault == 4 && thread < 5) __syncthreads();
-  if (fault == 5 && rank == 1) return;
-  cluster.sync();
-  mine = neighbour[thread] + own[thread ^ 1];
-  if (fault == 6) neighbour[thread] = mine;
-  if (fault == 7) mine = own[thread + kThreads];
-  if (fault == 8) own[thread + 2 * kThreads] = 1;
-  if (fault == 9) data[thread] = mine;
-  if (fault == 10) cooperative_groups::this_grid().sync();
-  if (fault != 11) cluster.sync();
-  if (fault == 12) mine = neighbour[thread];
+  if (fault == 1) data[thread] = own[thread ^ 1];
+  if (fault == 2 && thread < 5) __syncthreads();
+  if (fault == 3) data[thread] = own[thread + kThreads];
+  if (fault == 4) own[thread + 2 * kThreads] = 1;
+  __syncthreads();
+  if (first) {
+    data[thread] = own[thread ^ 1];
+    if (fault != 5) __syncthreads();
+    if (thread == 0) {
+      if (fault != 6) __threadfence();
+      if (fault != 7) atomicAdd(counters + 1, 1u);
+    }
+    if (fault == 8) data[thread] = 2;
+  } else {
+    if (thread == 0 && fault != 9) {
+      while (tide::seen(counters + 1) < 1) continue;
+      if (fault != 10) __threadfence();
+    }
+    if (fault != 11) __syncthreads();
+    data[kThreads + thread] = data[thread ^ 1];
+    if (thread == 0) atomicExch(counters + 1, 0u);
+  }
 }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int start(int fault, float* data, unsigned blocks) {
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {2, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t config{dim3(blocks), dim3(kThreads), 2 * kThreads * sizeof(float), nullptr, attributes, 2};
-  return cudaLaunchKernelEx(&config, faulty, fault, data);
+extern "C" __attribute__((visibility("default"))) int start(int fault, float* data, unsigned* counters) {
+  const cudaLaunchConfig_t config{dim3(2), dim3(kThreads), 2 * kThreads * sizeof(float), nullptr};
+  return cudaLaunchKernelEx(&config, faulty, fault, data, counters);
 }

@@ -1,6 +1,7 @@
 // The fibres, their turns and their barriers.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -83,9 +84,9 @@ constexpr size_t kGap = 1024;                        // after each block's share
 void* scheduler;  // where its stack goes on
 std::vector<Block> blocks;
 std::vector<Thread> threads;
-std::vector<unsigned> turns, ready, arrived;  // of threads; of blocks; by cluster, blocks at its barrier
-unsigned arrived_at_grid;
-uint32_t grid_epoch = 0;  // not the same in two launches
+std::vector<unsigned> turns, ready;  // of threads; of blocks
+std::map<const unsigned*, Clock> told;  // by counter
+unsigned looks;  // of blocks in a row, while none did anything else
 uint64_t state;
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -163,8 +164,8 @@ void reserve(Memory& memory, size_t size) {
   memory = {static_cast<char*>(found), size};
 }
 
-// Puts `count` blocks from `first` on into the machine.
-void load(unsigned first, unsigned count) {
+// Puts blocks of these numbers into the machine.
+void load(const unsigned* numbers, unsigned count) {
   const Launch& launch = machine.launch;
   machine.shared_stride = (launch.shared + kGap + 255) / 256 * 256;
   reserve(machine.stacks, size_t{count} * launch.threads * kStack);
@@ -176,83 +177,71 @@ void load(unsigned first, unsigned count) {
   machine.forget_shared();
   blocks.clear();
   ready.clear();
-  threads.resize(size_t{count} * launch.threads);
+  threads.clear();
   for (unsigned i = 0; i < count; ++i) {
     char* shared = machine.shared.begin + i * machine.shared_stride;
 #if defined(__SANITIZE_ADDRESS__)
     ASAN_UNPOISON_MEMORY_REGION(shared, launch.shared);
 #endif
     std::memset(shared, 0xFF, launch.shared);  // NaN
-    blocks.push_back({first + i, (first + i) / launch.cluster, shared, {grid_epoch, 0, 0}, UINT32_MAX, false});
+    blocks.push_back({numbers[i], shared, 1, Clock(launch.blocks, 0)});
     ready.push_back(i);
   }
-  for (size_t i = 0; i < threads.size(); ++i) {
+  for (size_t i = 0; i < size_t{count} * launch.threads; ++i) {
     std::memcpy(stack_of(i), &kCanary, sizeof kCanary);
-    threads[i] = {fibres_stack(stack_of(i), kStack, main_of_fibre), nullptr, kNone, 0, 0, false};
+    threads.push_back({fibres_stack(stack_of(i), kStack, main_of_fibre), nullptr, kNone, 0, {}, {}, {}});
   }
   machine.blocks = blocks.data();
-  arrived.assign(count / launch.cluster, 0);
-  arrived_at_grid = 0;
 }
 
-// Lets the blocks from `first` on go on after a barrier.
-void release(unsigned first, unsigned count, Barrier barrier) {
-  if (barrier == kGrid) ++grid_epoch;
-  for (unsigned i = first; i < first + count; ++i) {
-    blocks[i].epoch.grid = grid_epoch;
-    ++blocks[i].epoch.cluster;
-    ++blocks[i].epoch.block;
-    ready.push_back(i);
-  }
+void merge(Clock& into, const Clock& from) {
+  into.resize(std::max(into.size(), from.size()), 0);
+  for (size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
 }
 
-// After each thread of a block has had its turn: what they all wait for. False: not all for the same.
+// After a block's turn. False: nothing can go on.
 bool take(unsigned index, size_t turn) {
   Block& block = blocks[index];
   const Launch& launch = machine.launch;
+  Thread* own = &threads[size_t{index} * launch.threads];
   unsigned count[kEnd + 1] = {};
-  for (unsigned i = 0; i < launch.threads; ++i) ++count[threads[size_t{index} * launch.threads + i].at];
+  for (unsigned i = 0; i < launch.threads; ++i) ++count[own[i].at];
+  if (count[kLook] > 0) {
+    if (++looks < 1000 * (ready.size() + 1)) return true;
+    report(name_of(block) + " looks at a counter that nobody changes");
+    return false;
+  }
+  looks = 0;
   if (count[kBlock] == launch.threads) {
-    ++block.epoch.block;
+    ++block.epoch;
+    for (unsigned i = 0; i < launch.threads; ++i) {
+      merge(block.knows, own[i].learned);
+      own[i].learned.clear();
+      own[i].fenced.clear();
+    }
     return true;
   }
   ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(turn));
-  if (count[kCluster] == launch.threads) {
-    const unsigned cluster = index / launch.cluster;
-    if (++arrived[cluster] == launch.cluster) {
-      arrived[cluster] = 0;
-      release(cluster * launch.cluster, launch.cluster, kCluster);
-    }
-    return true;
-  }
-  if (count[kGrid] == launch.threads) {
-    if (++arrived_at_grid == launch.blocks) {
-      arrived_at_grid = 0;
-      release(0, launch.blocks, kGrid);
-    }
-    return true;
-  }
-  block.ended = count[kEnd] == launch.threads;
-  if (block.ended && block.seen_by_others == block.epoch.cluster)
-    report(name_of(block) + " may end while others use its shared memory");
-  if (!block.ended)
+  const bool ended = count[kEnd] == launch.threads;
+  if (!ended)
     report("a barrier that not all reach: of " + name_of(block) + ", " + std::to_string(count[kBlock]) +
-           " threads wait for their block, " + std::to_string(count[kCluster]) + " for their cluster, " +
-           std::to_string(count[kGrid]) + " for the grid, " + std::to_string(count[kEnd]) + " have ended");
-  return block.ended;
+           " threads wait for their block, " + std::to_string(count[kEnd]) + " have ended");
+  return ended;
 }
 
-void run_blocks(unsigned first, unsigned count) {
-  load(first, count);
+void run_blocks(const unsigned* numbers, unsigned count) {
+  load(numbers, count);
+  looks = 0;
   while (!ready.empty()) {
     const size_t turn = any_of(ready.size());
     const unsigned index = ready[turn];
+    const Thread* own = &threads[size_t{index} * machine.launch.threads];
+    const bool looking = std::any_of(own, own + machine.launch.threads, [](const Thread& one) { return one.at == kLook; });
     shuffle(turns);
-    for (unsigned thread : turns) resume(blocks[index], thread);
-    if (!take(index, turn)) return;
+    for (unsigned thread : turns)
+      if (machine.problem.empty() && (!looking || own[thread].at == kLook)) resume(blocks[index], thread);
+    if (!machine.problem.empty() || !take(index, turn)) return;
   }
-  for (const Block& block : blocks)
-    if (!block.ended) return report(name_of(block) + " waits for blocks that have ended");
 }
 
 }  // namespace
@@ -261,10 +250,11 @@ std::string name_of(const Block& block) { return "block " + std::to_string(block
 
 void report(const std::string& problem) {
   if (machine.problem.empty()) machine.problem = problem;
+  if (machine.running) leave(kEnd);  // with what it read wrongly a thread goes no further
 }
 
 void run(const Launch& launch, Code code) {
-  ++grid_epoch;
+  ++machine.number;
   machine.launch = launch;
   machine.code = code;
   machine.problem.clear();
@@ -272,35 +262,45 @@ void run(const Launch& launch, Code code) {
   state = tide::emulation().order * 0x9E3779B97F4A7C15ull;
   turns.resize(launch.threads);
   std::iota(turns.begin(), turns.end(), 0u);
-  const unsigned together = launch.cooperative ? launch.blocks : launch.cluster;
-  std::vector<unsigned> groups(launch.blocks / together);
-  std::iota(groups.begin(), groups.end(), 0u);
-  shuffle(groups);
-  for (unsigned group : groups) run_blocks(group * together, together);
+  told.clear();
+  std::vector<unsigned> numbers(launch.blocks);  // a GPU promises no order
+  std::iota(numbers.begin(), numbers.end(), 0u);
+  shuffle(numbers);
+  for (unsigned first = 0; first < launch.blocks && machine.problem.empty(); first += machine.resident)
+    run_blocks(&numbers[first], std::min(machine.resident, launch.blocks - first));
 }
 
 void wait(Barrier at) {
   Thread& thread = *machine.thread;
-  int& site = at == kBlock ? thread.ends_phase : thread.ends_stage;
-  const bool is_there = site == 0 || site != machine.mutant;
-  site = 0;
-  if (at == kGrid && !machine.launch.cooperative) report("a barrier of the grid in a launch that is not cooperative");
+  const bool is_there = at != kBlock || thread.ends_phase == 0 || thread.ends_phase != machine.mutant;
+  if (at == kBlock) thread.ends_phase = 0;
   if (is_there) leave(at);
 }
 
-void wait_for_kernel_before() { machine.thread->inputs_are_there = true; }
+// What counters have told the thread before, it knows; what its block did before the last barrier, and it and its block know,
+// it may tell.
+void fence() {
+  Thread& thread = *machine.thread;
+  merge(thread.learned, thread.heard);
+  thread.fenced = machine.block->knows;
+  merge(thread.fenced, thread.learned);
+  thread.fenced[machine.block->number] = machine.block->epoch;
+}
+
+void changing(const unsigned* counter) {
+  merge(told[counter], machine.thread->fenced);
+  merge(machine.thread->heard, told[counter]);
+}
+
+unsigned look(const unsigned* counter) {
+  wait(kLook);
+  merge(machine.thread->heard, told[counter]);
+  return *counter;
+}
 
 void* shared() { return machine.block->shared; }
 
-void* shared_of(void* own, int rank) {
-  const unsigned in_cluster = static_cast<unsigned>(machine.block - machine.blocks) / machine.launch.cluster;
-  if (rank < 0 || static_cast<unsigned>(rank) >= machine.launch.cluster) report("no such block in the cluster");
-  const Block& other = machine.blocks[in_cluster * machine.launch.cluster + static_cast<unsigned>(rank)];
-  return other.shared + (static_cast<char*>(own) - machine.block->shared);
-}
-
 bool kept(int site) { return site != machine.mutant; }
 void ends_phase(int site) { machine.thread->ends_phase = site; }
-void ends_stage(int site) { machine.thread->ends_stage = site; }
 
 }  // namespace fibres

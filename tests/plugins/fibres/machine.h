@@ -2,38 +2,36 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
+#include <vector>
 
 #include "fibres.h"
 
 namespace fibres {
 
 struct Launch {
-  unsigned blocks, threads, cluster;  // cluster: its blocks; 1, there are none
-  size_t shared;                      // bytes of each block
-  bool cooperative;
-  bool overlaps;  // the kernel before it
+  unsigned blocks, threads;
+  size_t shared;  // bytes of each block
 };
 
-// A barrier of the block, of the cluster or of the grid makes the count of its own new, and of those within it.
-struct Epoch {
-  uint32_t grid, cluster, block;
-};
+// By block of the launch: that what it did before this epoch of its own has happened. A barrier begins a block's next epoch.
+using Clock = std::vector<uint32_t>;
 
 struct Block {
-  unsigned number, cluster;
+  unsigned number;
   char* shared;
-  Epoch epoch;
-  uint32_t seen_by_others;  // the cluster's epoch in which another block last touched its shared memory
-  bool ended;
+  uint32_t epoch;
+  Clock knows;  // of others
 };
 
 struct Thread {
   void* stack;  // where it goes on
   void* fake_stack;  // the address sanitizer's
   Barrier at;
-  int ends_phase, ends_stage;  // the site of the next barrier
-  bool inputs_are_there;
+  int ends_phase;      // the site of the next barrier
+  Clock fenced, heard;  // what it may tell by a counter; what counters have told it, before a fence
+  Clock learned;       // after one: for the block from its next barrier on
 };
 
 struct Memory {
@@ -50,6 +48,8 @@ struct Machine {
   Block* blocks;         // those that are resident
   Block* block = nullptr;  // that runs
   Thread* thread = nullptr;
+  uint32_t number = 0;   // of the launch
+  unsigned resident = 64;  // blocks at a time
   bool running = false;
   int mutant = 0;
   std::string problem;  // the first
@@ -60,7 +60,6 @@ extern Machine machine;
 void report(const std::string& problem);
 std::string name_of(const Block& block);
 
-// Runs the launch's blocks; those of a cluster, or all of a cooperative launch, at the same time.
 void run(const Launch& launch, Code code);
 
 }  // namespace fibres

@@ -1,13 +1,11 @@
 // Finds races: two threads that touch the same memory, one of them writes, and no barrier of both lies in between.
 //
 // With -fsanitize=thread the compiler calls __tsan_read4 and the like before each access; these are here, in place of
-// the sanitizer's own, which knows no fibres. Only barriers order a kernel's threads, and these are nested: what two
-// threads of one block, of one cluster, or of different clusters did is ordered if the block, the cluster, or the grid
-// had a barrier since. Therefore it is exact for what runs, in whatever order it runs.
+// the sanitizer's own, which knows no fibres. Of one block, a barrier orders what threads did. What another block did is
+// ordered if that block had a barrier since, a thread of it a fence after that and a change of a counter, and if this thread
+// has seen the change and had a fence, or did so before the block's last barrier. Therefore it is exact for what runs.
 //
-// Shared memory is also checked for reads before the first write, accesses beyond its end, and accesses by other blocks
-// before these know that it is there, or after its block may have ended; other memory for accesses before the kernel
-// before has ended.
+// Shared memory is also checked for reads before the first write, and accesses beyond its end.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -20,12 +18,11 @@
 namespace fibres {
 namespace {
 
-// Who has last read, or written, a place. Of several whom no barrier separates, the first, and that there are others.
+// Who has last read, or written, a place. Of several whom nothing orders, the first, and that there are others.
 struct Access {
-  Epoch epoch;  // grid 0: nobody
-  uint32_t block, cluster, code;
+  uint32_t launch, epoch, block, code;  // launch 0: nobody
   uint16_t thread;
-  bool other_clusters, other_blocks, other_threads;
+  bool other_blocks, other_threads;
 };
 
 struct Cell {  // 2 bytes of memory
@@ -59,33 +56,32 @@ Cell& cell_of(uintptr_t at) {
   return page.cells[(at >> kCell) % kCellsOfPage];
 }
 
-// Whether no barrier separates an access from the present one, and another thread made it.
+// Whether this thread knows of what another block did in an epoch.
+bool knows(uint32_t other, uint32_t epoch) {
+  const Clock& learned = machine.thread->learned;
+  return machine.block->knows[other] > epoch || (learned.size() > other && learned[other] > epoch);
+}
+
+// Whether nothing orders an access before the present one, and another thread made it.
 bool races(const Access& access, const Block& block, unsigned thread) {
-  if (access.epoch.grid != block.epoch.grid) return false;
-  if (access.other_clusters || access.cluster != block.cluster) return true;
-  if (access.epoch.cluster != block.epoch.cluster) return false;
-  if (access.other_blocks || access.block != block.number) return true;
-  return access.epoch.block == block.epoch.block && (access.other_threads || access.thread != thread);
+  if (access.launch != machine.number) return false;
+  if (access.other_blocks) return true;
+  if (access.block != block.number) return !knows(access.block, access.epoch);
+  return access.epoch == block.epoch && (access.other_threads || access.thread != thread);
 }
 
 void add(Access& access, const Block& block, unsigned thread, uint32_t code) {
-  if (access.epoch.grid == block.epoch.grid) {
-    if (access.other_clusters || access.cluster != block.cluster) {
-      access.other_clusters = true;
+  if (access.launch == machine.number) {
+    if (access.other_blocks || (access.block != block.number && !knows(access.block, access.epoch))) {
+      access.other_blocks = true;
       return;
     }
-    if (access.epoch.cluster == block.epoch.cluster) {
-      if (access.other_blocks || access.block != block.number) {
-        access.other_blocks = true;
-        return;
-      }
-      if (access.epoch.block == block.epoch.block) {
-        if (access.thread != thread) access.other_threads = true;
-        return;
-      }
+    if (access.block == block.number && access.epoch == block.epoch) {
+      if (access.thread != thread) access.other_threads = true;
+      return;
     }
   }
-  access = {block.epoch, block.number, block.cluster, code, static_cast<uint16_t>(thread), false, false, false};
+  access = {machine.number, block.epoch, block.number, code, static_cast<uint16_t>(thread), false, false};
 }
 
 std::string code_at(uint32_t code) {
@@ -106,17 +102,10 @@ std::string place(uintptr_t at) {
          std::to_string(offset % machine.shared_stride);
 }
 
-// What is wrong with an access to shared memory, whatever others do; nothing, if nothing is.
-const char* misuse_of_shared(uintptr_t at, size_t size) {
+// Whether an access is beyond the end of shared memory.
+bool overruns(uintptr_t at, size_t size) {
   const size_t offset = at - reinterpret_cast<uintptr_t>(machine.shared.begin);
-  Block& owner = machine.blocks[offset / machine.shared_stride];
-  if (offset % machine.shared_stride + size > machine.launch.shared) return "beyond the end of ";
-  const Block& own = *machine.block;
-  if (owner.number == own.number) return nullptr;
-  owner.seen_by_others = own.epoch.cluster;
-  if (owner.cluster != own.cluster) return "of another cluster: ";
-  if (own.epoch.cluster == 0) return "perhaps before its block has started: ";
-  return owner.ended ? "perhaps after its block has ended: " : nullptr;
+  return offset % machine.shared_stride + size > machine.launch.shared;
 }
 
 void check(const void* address, size_t size, bool write, const void* caller) {
@@ -133,12 +122,8 @@ void check(const void* address, size_t size, bool write, const void* caller) {
   const unsigned thread = registers.thread.x;
   const Block& block = *machine.block;
   const bool shared = machine.shared.holds(at);
-  if (shared) {
-    if (const char* misuse = misuse_of_shared(at, size))
-      report(misuse + place(at) + ", " + who(write, thread, block.number, code));
-  } else if (machine.launch.overlaps && !machine.thread->inputs_are_there) {
-    report("perhaps before the kernel before has ended: " + place(at) + ", " + who(write, thread, block.number, code));
-  }
+  if (shared && overruns(at, size))
+    report("beyond the end of " + place(at) + ", " + who(write, thread, block.number, code));
   for (uintptr_t byte = at; byte < at + size; byte += size_t{1} << kCell) {
     Cell& cell = shared ? cells_of_shared[(byte - reinterpret_cast<uintptr_t>(machine.shared.begin)) >> kCell]
                         : cell_of(byte);
@@ -148,7 +133,7 @@ void check(const void* address, size_t size, bool write, const void* caller) {
       report("race in " + place(byte) + ": " + who(raced, other.thread, other.block, other.code) + ", " +
              who(write, thread, block.number, code));
     }
-    if (shared && !write && cell.write.epoch.grid == 0)
+    if (shared && !write && cell.write.launch == 0)
       report("never written: " + place(byte) + ", " + who(write, thread, block.number, code));
     add(write ? cell.write : cell.read, block, thread, code);
   }

@@ -6,19 +6,17 @@ import re
 
 LIBRARIES = ("libcuda.so.1", "nvcuda.dll")
 MAJOR, MINOR = 75, 76  # CUdevice_attribute: compute capability
-MULTIPROCESSORS, SHARED_MEMORY = 16, 97  # SHARED_MEMORY: the most that a block can opt in to
 
 
 @functools.cache
 def compute_capability(device: int = 0) -> tuple[int, int] | None:
     """Returns the GPU's (major, minor), or None without a GPU or its driver."""
-    return _attributes(device, MAJOR, MINOR)
-
-
-@functools.cache
-def block_limits(device: int = 0) -> tuple[int, int] | None:
-    """Returns the bytes of shared memory of a block and the number of multiprocessors; None: no GPU."""
-    return _attributes(device, SHARED_MEMORY, MULTIPROCESSORS)
+    driver, handle = _opened(device)
+    numbers = ctypes.c_int(), ctypes.c_int()
+    for attribute, number in zip((MAJOR, MINOR), numbers, strict=True):
+        if driver is None or driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, handle) != 0:
+            return None
+    return numbers[0].value, numbers[1].value
 
 
 @functools.cache
@@ -29,16 +27,6 @@ def device_name(device: int = 0) -> str:
     if driver is None or driver.cuDeviceGetName(name, len(name), handle) != 0:
         return "none"
     return re.sub(r"[^A-Za-z0-9.]+", "-", name.value.decode(errors="replace")).strip("-")
-
-
-def _attributes(device: int, first: int, second: int) -> tuple[int, int] | None:
-    """Returns two attributes of the GPU, by CUdevice_attribute; None without a GPU or its driver."""
-    driver, handle = _opened(device)
-    numbers = ctypes.c_int(), ctypes.c_int()
-    for attribute, number in zip((first, second), numbers, strict=True):
-        if driver is None or driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, handle) != 0:
-            return None
-    return numbers[0].value, numbers[1].value
 
 
 def _opened(device: int) -> tuple[ctypes.CDLL | None, ctypes.c_int]:

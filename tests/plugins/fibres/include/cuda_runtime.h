@@ -20,66 +20,22 @@ static constexpr dim3& blockIdx = fibres::registers.block;
 static constexpr dim3& gridDim = fibres::registers.grid;
 
 inline void __syncthreads() { fibres::wait(fibres::kBlock); }
-inline void cudaGridDependencySynchronize() { fibres::wait_for_kernel_before(); }
-
-enum cudaLaunchAttributeID {
-  cudaLaunchAttributeCooperative,
-  cudaLaunchAttributeClusterDimension,
-  cudaLaunchAttributeProgrammaticStreamSerialization,
-};
-
-union cudaLaunchAttributeValue {
-  struct {
-    unsigned x, y, z;
-  } clusterDim;
-  int cooperative;
-  int programmaticStreamSerializationAllowed;
-};
-
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  cudaLaunchAttributeValue val;
-};
+inline void __threadfence() { fibres::fence(); }
+inline unsigned atomicAdd(unsigned* at, unsigned more) { return fibres::change(at, [=](unsigned old) { return old + more; }); }
+inline unsigned atomicInc(unsigned* at, unsigned last) {
+  return fibres::change(at, [=](unsigned old) { return old >= last ? 0 : old + 1; });
+}
+inline unsigned atomicExch(unsigned* at, unsigned value) { return fibres::change(at, [=](unsigned) { return value; }); }
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
 };
-
-struct cudaFuncAttributes {
-  int ptxVersion;
-};
-
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
-
-cudaError_t cudaGetDevice(int* device);
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 
 namespace fibres {
-cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
-cudaError_t largest_cluster(int* size, const void* kernel);
-cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, Code code);
+cudaError_t launch(const cudaLaunchConfig_t& config, Code code);
 }  // namespace fibres
-
-template <class... Given>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, void (*)(Given...)) {
-  found->ptxVersion = __CUDA_ARCH__ / 10;
-  return cudaSuccess;
-}
-
-template <class... Given>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(Given...), cudaFuncAttribute attribute, int value) {
-  return fibres::set_attribute(reinterpret_cast<const void*>(kernel), attribute, value);
-}
-
-template <class... Given>
-cudaError_t cudaOccupancyMaxPotentialClusterSize(int* size, void (*kernel)(Given...), const cudaLaunchConfig_t*) {
-  return fibres::largest_cluster(size, reinterpret_cast<const void*>(kernel));
-}
 
 template <class... Given>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Given...), Given... given) {
@@ -88,5 +44,5 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     std::tuple<Given...> given;
   } call{kernel, {given...}};
   const auto run = [](void* data) { std::apply(static_cast<Call*>(data)->kernel, static_cast<Call*>(data)->given); };
-  return fibres::launch(*config, reinterpret_cast<const void*>(kernel), {run, &call, sizeof call});
+  return fibres::launch(*config, {run, &call, sizeof call});
 }

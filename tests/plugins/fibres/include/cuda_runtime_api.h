@@ -14,7 +14,6 @@ enum cudaError_t {  // CUDA's numbers
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorLaunchFailure = 719,
-  cudaErrorCooperativeLaunchTooLarge = 720,
   cudaErrorNotSupported = 801,
 };
 
@@ -22,3 +21,6 @@ enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cu
 
 extern "C" cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t size, cudaMemcpyKind kind,
                                        cudaStream_t stream);
+extern "C" cudaError_t cudaMalloc(void** memory, size_t size);
+extern "C" cudaError_t cudaMemsetAsync(void* memory, int value, size_t size, cudaStream_t stream);
+extern "C" cudaError_t cudaFree(void* memory);

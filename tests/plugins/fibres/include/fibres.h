@@ -1,8 +1,8 @@
 // Runs a kernel on a CPU, each of its threads a fibre: what the stand-ins for CUDA's headers are made of.
 //
-// A fibre runs until a barrier, or its end. Blocks, and threads of a block, take turns in an order that a seed
-// shuffles. Reported, and the launch fails: a barrier that not all reach, blocks that wait for blocks that have ended,
-// and what races.cpp finds.
+// A fibre runs until a barrier, a look at a counter, or its end. As many blocks as the GPU takes are there at a time; they, and
+// the threads of a block, take turns in an order that a seed shuffles. Reported, and the launch fails: a barrier that not all
+// reach, blocks that look at counters which nobody changes, and what races.cpp finds.
 #pragma once
 
 #include <cstddef>
@@ -27,18 +27,26 @@ struct Code {
   size_t size;
 };
 
-enum Barrier { kNone, kBlock, kCluster, kGrid, kEnd };
+enum Barrier { kNone, kBlock, kLook, kEnd };
 
 void wait(Barrier at);
-void wait_for_kernel_before();
-void* shared();                        // of the block
-void* shared_of(void* own, int rank);  // the same place in the memory of another block of the cluster
+void fence();
+void* shared();  // of the block
 
-// For kernels that do without a barrier (kernel_barriers.py): whether a statement is there; what ends the next phase or
-// stage.
+// Counters in global memory, which one thread changes at a time.
+unsigned look(const unsigned* counter);
+void changing(const unsigned* counter);
+template <class Change>
+__attribute__((no_sanitize("thread"))) unsigned change(unsigned* counter, Change to) {
+  changing(counter);
+  const unsigned old = *counter;
+  *counter = to(old);
+  return old;
+}
+
+// For kernels that do without a barrier (kernel_barriers.py): whether a statement is there; what ends the next phase.
 bool kept(int site);
 void ends_phase(int site);
-void ends_stage(int site);
 
 }  // namespace fibres
 
@@ -46,7 +54,6 @@ namespace tide {
 
 struct Emulation {  // tide_kernels_emulate
   uint64_t order = 0;
-  int compute_capability = 8;
 };
 Emulation& emulation();
 
