@@ -57,6 +57,8 @@ IPluginV3* TideExit::clone() noexcept {
   return guarded(kName, static_cast<IPluginV3*>(nullptr), [&]() -> IPluginV3* { return new TideExit(*this); });
 }
 
+int32_t TideExit::getAliasedInput(int32_t output) noexcept { return output == kNewExitStates ? kExitStates : -1; }
+
 bool TideExit::takes_inputs(int32_t count) const {
   int32_t const weights = count - norm_weights_;
   if (norm_.kind == TIDE_NORM_LAYER) return weights == 1 || weights == 2;

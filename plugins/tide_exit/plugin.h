@@ -30,6 +30,7 @@ class TideExit final : public Plugin {
 
   nvinfer1::IPluginV3* clone() noexcept override;
   int32_t getNbOutputs() const noexcept override { return 3; }
+  int32_t getAliasedInput(int32_t output) noexcept override;
 
  private:
   bool takes_inputs(int32_t count) const override;

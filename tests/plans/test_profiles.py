@@ -5,6 +5,7 @@ import pytest
 from tide_export.bundle.plan_fields import NetworksInfo
 from tide_export.bundle.profiles import profiles_for, run_sizes, state_rows
 from tide_export.errors import GenerationError
+from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour
 from tide_export.runtime.tensorrt.plans import pick_profile
 
 
@@ -39,6 +40,19 @@ def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_
     if info.max_batch_size > 1:
         with pytest.raises(GenerationError, match="of each of 2 sequences exceeds the plan's profiles, which take"):
             pick_profile(profiles, info.max_slot_tokens + 1, 2)
+
+
+@pytest.mark.parametrize(("flavour", "most"), [(TENSORRT, 1), (TENSORRT_RTX, 2)])
+def test_a_decoding_profile_takes_one_token_but_for_tensorrt_for_rtx(flavour: Flavour, most: int) -> None:
+    """A verified draft of one token then runs by the next profile."""
+    info = info_of(1024, 16, 8)
+    decode, *others = profiles = profiles_for(info, flavour.decode_tokens)
+    assert (decode.name, decode.min_tokens, decode.opt_tokens, decode.max_tokens) == ("decode", 1, 1, most)
+    assert others == list(profiles_for(info)[1:])
+    assert [profiles[pick_profile(profiles, tokens)].name for tokens in (1, 2)] == [
+        "decode",
+        ["catch-up", "decode"][most - 1],
+    ]
 
 
 def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:

@@ -102,6 +102,7 @@ def test_a_run_that_rtx_cannot_record_is_said(monkeypatch: pytest.MonkeyPatch, c
     engine = SimpleNamespace(create_runtime_config=lambda: config, create_execution_context=lambda config: context)
     strategies = {
         "ExecutionContextAllocationStrategy": SimpleNamespace(USER_MANAGED=1),
+        "ProfilingVerbosity": SimpleNamespace(NONE=1),
         "CudaGraphStrategy": SimpleNamespace(DISABLED=0),
         "DynamicShapesKernelSpecializationStrategy": SimpleNamespace(EAGER=1),
     }

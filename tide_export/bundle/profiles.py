@@ -12,9 +12,7 @@ from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError
 
 PREFILL_TOKENS = 1024  # maximum tokens of a run; longer prompts are run in parts
-# Maximum tokens of a decoding run: 2, because TensorRT for RTX stores the weights of a profile with a single shape a
-# second time, in the layout of matrix-vector products.
-DECODE_TOKENS = 2
+DECODE_TOKENS = 2  # maximum tokens of the decoding profile, unless a flavour has another (`Flavour.decode_tokens`)
 SPARE_ROWS = 256  # rows of a buffer of hidden states beyond the longest run
 BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # maximum sequences of a run: default and limit
 
@@ -68,7 +66,7 @@ def with_batch_size(info: NetworksInfo, batch_size: int) -> NetworksInfo:
     return replace(info, max_batch_size=size, max_slot_tokens=max(1, min(info.max_logits, info.max_tokens // size)))
 
 
-def profiles_for(info: NetworksInfo) -> tuple[Profile, ...]:
+def profiles_for(info: NetworksInfo, decode_tokens: int = DECODE_TOKENS) -> tuple[Profile, ...]:
     """Returns the optimization profiles of a segment.
 
     For one sequence: one new token, catching up, a prompt. For several: one new token each, and up to
@@ -76,7 +74,7 @@ def profiles_for(info: NetworksInfo) -> tuple[Profile, ...]:
     so that TensorRT chooses kernels for one sequence.
     """
     catch_up, prompt, size, slot = info.max_logits, info.max_tokens, info.max_batch_size, info.max_slot_tokens
-    profiles = [Profile("decode", 1, 1, min(DECODE_TOKENS, catch_up), 1)]
+    profiles = [Profile("decode", 1, 1, min(decode_tokens, catch_up), 1)]
     profiles.append(Profile("catch-up", 1, max(1, catch_up // 2), catch_up, 1))
     profiles.append(Profile("prefill", 1, max(1, prompt // 2), prompt, 1))
     if size > 1:

@@ -90,7 +90,7 @@ def build_plans(folder: Path, manifest: Manifest, flavour: Flavour, plugins: Plu
     check_matrices(flavour, info.matrices)
     capabilities = built_for(flavour, compute_capability(), fp8=info.matrices == FP8)
     expected = specs(manifest, info)
-    profiles = profiles_for(info)
+    profiles = profiles_for(info, flavour.decode_tokens)
     (folder / PLANS_FOLDER).mkdir()
     job = {
         "networks": [

@@ -9,9 +9,13 @@ from tide_export.bundle.network_spec import of_network, specs
 from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BundleError
 from tide_export.plans.build import shapes
+from tide_export.runtime.tensorrt.flavours import TENSORRT
 
 # Attention without a fused kernel, as in float32, is decomposed; TensorFloat-32 would round float32 matmuls.
-OPTIONS = ("--noTF32", "--decomposableAttentions=*", "--profilingVerbosity=detailed", "--skipInference")
+OPTIONS = (
+    *("--noTF32", "--decomposableAttentions=*", "--maxAuxStreams=0"),
+    *("--profilingVerbosity=detailed", "--skipInference"),
+)
 
 
 def trtexec_lines(manifest: Manifest, source: str) -> list[str]:
@@ -27,7 +31,7 @@ def trtexec_lines(manifest: Manifest, source: str) -> list[str]:
     info = manifest.networks
     if info is None:
         raise BundleError(f"bundle '{source}' holds no segment networks: export it with --target tensorrt")
-    profiles, lines = profiles_for(info), []
+    profiles, lines = profiles_for(info, TENSORRT.decode_tokens), []
     for name, spec in specs(manifest, info).items():
         parts = [f"--onnx={network_file(name)}", f"--saveEngine={plan_file(name)}", *OPTIONS]
         for index, profile in enumerate(of_network(name, profiles, info)):

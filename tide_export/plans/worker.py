@@ -79,11 +79,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
             config.set_flag(trt.BuilderFlag.STRICT_NANS)
         if mod.config.USE_TENSORRT_RTX:  # a plan that allocates memory in a run cannot be recorded in a CUDA graph
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-        capabilities = job["compute_capabilities"]
-        if capabilities:
-            config.num_compute_capabilities = len(capabilities)
-        for index, capability in enumerate(capabilities):
-            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), index)
+        configure(trt, config, job)
         described["profiles"] = config.num_optimization_profiles
 
     profiles = []
@@ -105,6 +101,18 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     )()
     Path(network["plan"]).write_bytes(plan)
     return described
+
+
+def configure(trt: Any, config: Any, job: dict[str, Any]) -> None:
+    """Sets what engines of all networks are built with: plugins in place, one stream, the GPUs they are for."""
+    if job["plugins"] is not None:  # they declare which input an output updates
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    config.max_aux_streams = 0  # runs of one token are chains: other streams would add events, and nodes to recordings
+    capabilities = job["compute_capabilities"]
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+    for index, capability in enumerate(capabilities):
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), index)
 
 
 class BuildLog:

@@ -175,6 +175,10 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
  public:
   FakeContext(Plan const& plan, FakeConfig& config) : plan_(plan), config_(config) { mImpl = this; }
 
+  bool setNvtxVerbosity(ProfilingVerbosity verbosity) noexcept override {
+    silent_ = verbosity == ProfilingVerbosity::kNONE;
+    return true;
+  }
   void setDeviceMemoryV2(void* memory, std::int64_t size) noexcept override {
     has_memory_ = memory != nullptr && size >= kWorkingMemory;
   }
@@ -201,7 +205,7 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
     return reinterpret_cast<std::uintptr_t>(data) % 256 == 0;
   }
   bool enqueueV3(cudaStream_t stream) noexcept override {
-    if (!has_memory_ || addresses_.size() != plan_.names.size()) return false;
+    if (!has_memory_ || !silent_ || addresses_.size() != plan_.names.size()) return false;
     bool const captured = fake_cuda_is_capturing(stream);
     if (captured && !(last_ == sizes_)) return false;
 #ifdef TRT_MAJOR_RTX
@@ -222,7 +226,7 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
  private:
   Plan const& plan_;
   FakeConfig& config_;
-  bool has_memory_ = false;
+  bool has_memory_ = false, silent_ = false;  // without NVTX
   std::int32_t profile_ = -1;
   Sizes sizes_, last_;
   std::map<std::string, void*> addresses_;

@@ -66,6 +66,7 @@ class Context:
     def __init__(self, engine: "FoundEngine", library: "Library") -> None:
         self._engine, self._library = engine, library
         self.memory: tuple[int, int] | None = None
+        self.nvtx_verbosity = library.ProfilingVerbosity.DETAILED
         self._profile: Profile | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
@@ -104,6 +105,8 @@ class Context:
             return False
         if spec.name == self._library.copying and self._library.plugins is not None:
             self._library.plugins.copy(ctypes.c_long(1000 * run[1]))
+        if self.nvtx_verbosity != self._library.ProfilingVerbosity.NONE:
+            return False
         if self.memory is None or self.memory[1] < self._engine.device_memory_size_v2:
             return False
         (address, size), addresses, self._last = self.memory, dict(self._addresses), run
@@ -175,6 +178,9 @@ class Library:
 
     class ExecutionContextAllocationStrategy(Enum):
         STATIC, USER_MANAGED = range(2)
+
+    class ProfilingVerbosity(Enum):
+        LAYER_NAMES_ONLY, NONE, DETAILED = range(3)
 
     def __init__(self, cudart: FakeCudart, networks: CallersNetworks, info: Any) -> None:
         self.cudart, self.networks = cudart, networks

@@ -33,6 +33,8 @@ class Flavour:
         has_timing_cache: whether building times kernels, so that caching the times saves time.
         has_plugins: whether its networks may use plugins; else function bodies are built.
         reads_headers: whether it can tell from a plan's header that the plan runs here.
+        decode_tokens: maximum tokens of the decoding profile. TensorRT has kernels for exactly one; TensorRT for RTX
+            stores the weights of a profile with a single shape twice, also in the layout of matrix-vector products.
         compute_capabilities: of the GPUs that its plans run on; empty: only the GPU they are built on.
     """
 
@@ -45,16 +47,19 @@ class Flavour:
     has_timing_cache: bool
     has_plugins: bool
     reads_headers: bool
+    decode_tokens: int
     compute_capabilities: tuple[str, ...]
 
 
 # TensorRT for RTX builds for the GPUs it supports from Ampere on, without Hopper and data center Blackwell.
 RTX_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
 FP8_CAPABILITY = (8, 9)  # the first with FP8 matmuls
-TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False, ())
+TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False, 1, ())
 TENSORRT_RTX = Flavour(
     *("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx"),
-    *(True, False, False, True, RTX_CAPABILITIES),
+    *(True, False, False, True),
+    decode_tokens=2,
+    compute_capabilities=RTX_CAPABILITIES,
 )
 FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
 
