@@ -104,7 +104,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
 
 
 def configure(trt: Any, config: Any, job: dict[str, Any]) -> None:
-    """Sets what engines of all networks are built with: plugins in place, one stream, the GPUs they are for."""
+    """Sets what all plans are built with: plugins in place, one stream, the GPUs they are for."""
     if job["plugins"] is not None:  # they declare which input an output updates
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.max_aux_streams = 0  # runs of one token are chains: other streams would add events, and nodes to recordings

@@ -285,7 +285,7 @@ class TrtNetwork final : public Network {
     kernels_.attach(*created.config);
     created.context.reset(plan_.plan->createExecutionContext(created.config.get()));
     require(created.context != nullptr, "an execution context", "");
-    // Engines name their layers for the build's log.
+    // Plans name their layers for the build's log.
     require(created.context->setNvtxVerbosity(nvinfer1::ProfilingVerbosity::kNONE), "to run without NVTX", "");
     created.context->setDeviceMemoryV2(memory_.address, static_cast<std::int64_t>(memory_.size));
     auto const number = static_cast<std::int32_t>(profile);

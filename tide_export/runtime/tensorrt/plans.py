@@ -312,7 +312,7 @@ class TrtNetwork:
         config = configure(self._flavour, self._library, self._plan, self._cache)
         context = self._plan.create_execution_context(config)
         self._require(context is not None, "an execution context")
-        context.nvtx_verbosity = self._library.ProfilingVerbosity.NONE  # engines name their layers for the build's log
+        context.nvtx_verbosity = self._library.ProfilingVerbosity.NONE  # plans name their layers for the build's log
         context.set_device_memory(self._memory.address, self._memory.size)
         self._require(context.set_optimization_profile_async(profile, self._stream), f"profile {profile}")
         synchronize(self._stream)
