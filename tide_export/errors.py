@@ -41,6 +41,10 @@ class CalibrationError(TideError):
     """Routers cannot be fitted to the given text and model."""
 
 
+class ProbeError(TideError):
+    """A model's gain cannot be predicted: it does not fit the memory, or gives no answers to measure on."""
+
+
 class AdaptError(TideError):
     """A model cannot be trained for early exit, or its result or saved state cannot be accessed."""
 

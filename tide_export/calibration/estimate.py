@@ -62,7 +62,15 @@ class Work:
     def of(cls, source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig) -> "Work":
         """Counts the tokens of `split`."""
         parts = (split.train, split.validation, split.test)
-        train, validation, test = (sum(len(sequence.ids) for sequence in part) for part in parts)
+        tokens = tuple(sum(len(sequence.ids) for sequence in part) for part in parts)
+        return cls.planned(source, tokens, checkpoints, config)
+
+    @classmethod
+    def planned(
+        cls, source: SourceModel, tokens: Sequence[int], checkpoints: Sequence[int], config: TideConfig
+    ) -> "Work":
+        """Counts the tokens of a split whose parts (training, validation, test) have `tokens` each."""
+        train, validation, test = tokens
         most, held_out = capacities(source, config, len(checkpoints) + 1)
         lens = 0 if config.exit_strategy == "identity" else min(config.lens_tokens, config.lens_epochs * train)
         again = lens if train > most else 0

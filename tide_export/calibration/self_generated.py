@@ -133,7 +133,9 @@ def answer_prompts(
         for number in range(processes.rank, len(batches), processes.count):
             encoded, seed = [usable[one] for one in batches[number]], config.seed * 1_000_003 + number
             file = None if cache is None else cache / "answers" / f"{key}-{number:04}.json"
-            ours[number] = _kept(file, partial(_answer, source, encoded, length, config, seed))
+            ours[number] = _kept(
+                file, partial(sample_answers, source, encoded, length, config.self_generated_temperature, seed)
+            )
             advance(1)
     answers = {number: batch for share in processes.gather(ours) for number, batch in share.items()}
     sequences = [
@@ -170,10 +172,18 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 @torch.no_grad()
-def _answer(
-    source: SourceModel, prompts: Sequence[Sequence[int]], length: int, config: TideConfig, seed: int
-) -> list[list[int]]:
-    """Samples one answer to each prompt, including its end-of-sequence token."""
+def sample_answers(
+    source: SourceModel, prompts: Sequence[Sequence[int]], length: int, temperature: float, seed: int
+) -> Answers:
+    """Samples one answer to each prompt, including its end-of-sequence token.
+
+    Args:
+        prompts: token ids of each.
+        length: tokens at which an answer ends, together with the longest prompt.
+
+    Raises:
+        CalibrationError: the model gives NaN or cannot generate.
+    """
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -183,7 +193,7 @@ def _answer(
     stop = list(source.eos_token_ids)
     settings = GenerationConfig(
         do_sample=True,
-        temperature=config.self_generated_temperature,
+        temperature=temperature,
         top_k=0,
         top_p=1.0,
         repetition_penalty=1.0,

@@ -24,6 +24,7 @@ from tide_export.cli.generate import run_generate
 from tide_export.cli.hub import run_pull, run_push
 from tide_export.cli.inspect import run_inspect
 from tide_export.cli.options import PROGRAM, build_parser, config_flag
+from tide_export.cli.probe import run_probe
 from tide_export.cli.serve import run_serve
 from tide_export.cli.torch_environment import prepare
 from tide_export.cli.triton import run_triton
@@ -143,6 +144,7 @@ def _bench(options: Namespace) -> int:
 
 
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
+    "probe": run_probe,
     "adapt": run_adapt,
     "calibrate": _calibrate,
     "export": _export,

@@ -13,6 +13,7 @@ from tide_export.cli.fields import field_option, yes_or_no
 from tide_export.cli.generate import add_prompt_options, add_sampling_options
 from tide_export.cli.hub import add_pull_options, add_push_options
 from tide_export.cli.inspect import add_inspect_options
+from tide_export.cli.probe import add_probe_options
 from tide_export.cli.serve import add_serve_options
 from tide_export.cli.triton import add_triton_options
 from tide_export.cli.tune import add_tune_options
@@ -60,6 +61,7 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description="From a Hugging Face causal LM to an engine that really skips layers.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_probe(commands)
     _add_adapt(commands, config)
     _add_calibrate(commands, config)
     _add_export(commands, config)
@@ -98,6 +100,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     for name, field in TideConfig.model_fields.items():
         group.add_argument(config_flag(name), dest=name, **field_option(name, field))
     group.add_argument(config_flag(KV_CACHE_STRATEGY), help=argparse.SUPPRESS)  # for scripts: exact, or refused
+
+
+def _add_probe(commands) -> None:
+    parser = _command(commands, "probe", "Predict, in minutes and without text, what each mode gains for a model here.")
+    add_probe_options(parser)
+    _add_trust(parser)
 
 
 def _add_adapt(commands, config: bool) -> None:

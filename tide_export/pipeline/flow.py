@@ -64,11 +64,11 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     head = given_head(source, request, length)
     explain_weights(source, asked)
     prepare_weights(source, request)
-    pieces = _trace_and_cut(source, request, checkpoints, length, head.layers)
+    pieces = trace_and_cut(source, request, checkpoints, length, head.layers)
     if routers is None:
         routers = calibrate_for_bundle(source, request, folder)
         if routers.checkpoints != checkpoints:  # chosen by the text (`auto`), or some were dropped
-            pieces = _trace_and_cut(source, request, routers.checkpoints, length, head.layers)
+            pieces = trace_and_cut(source, request, routers.checkpoints, length, head.layers)
     else:
         routers.check_quantization(source, request.routers or "")
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
@@ -87,9 +87,10 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     return manifest, references
 
 
-def _trace_and_cut(
+def trace_and_cut(
     source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int, taps: tuple[int, ...] = ()
 ) -> Pieces:
+    """Traces the model for sequences of `length` tokens and cuts the graph at its checkpoints."""
     with stage("tracing the model"), explained(source.model, "be traced"):
         traced = trace(source, checkpoints, length, bool(taps), request.lora_rank)
     with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):

@@ -1,4 +1,4 @@
-"""Creates random routers for the tests and `tools/checks/parity.py`.
+"""Creates random routers for `tide-export probe`, the tests and `tools/checks/parity.py`.
 
 Calibrated routers of a good model rarely use every checkpoint; random ones take every path of the graph.
 """
