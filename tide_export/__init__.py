@@ -22,6 +22,7 @@ from tide_export.errors import (
     GraphError,
     HubError,
     ModelError,
+    ProbeError,
     ProviderError,
     QueueFullError,
     RouterFileError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from tide_export.pipeline.calibrate import calibrate
     from tide_export.pipeline.flow import export
     from tide_export.pipeline.request import ExportRequest
+    from tide_export.probing.flow import probe
     from tide_export.runtime.bench import bench
     from tide_export.runtime.config import GenerationConfig
     from tide_export.runtime.engine import Engine, load
@@ -71,6 +73,7 @@ __all__ = [
     "HubError",
     "ModelError",
     "ModelStructure",
+    "ProbeError",
     "ProviderError",
     "QueueFullError",
     "RequestHandle",
@@ -89,6 +92,7 @@ __all__ = [
     "draft",
     "export",
     "load",
+    "probe",
     "register_adapter",
     "tune",
     "validate",
@@ -113,6 +117,7 @@ _MODULES = {
     "draft": "drafting.flow",
     "export": "pipeline.flow",
     "load": "runtime.engine",
+    "probe": "probing.flow",
     "register_adapter": "model.structure",
     "tune": "tuning.tune",
     "validate": "verify.validate",

@@ -5,7 +5,7 @@ it is fitted to some of the answers and measured on the others, in turn. On Smol
 about as often as a lens that `calibrate` fits to 100 times as many tokens (docs/guide/probe.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,31 +75,21 @@ def measure_exits(source: SourceModel, answers: Answers, checkpoints: Sequence[i
         states = source.raw_states(ids, [*checkpoints, depth])
         return {layers: state[0].float().cpu() for layers, state in states.items()}
 
-    with stage("measuring early exits", total=float(len(texts) + len(checkpoints))) as advance, torch.no_grad():
+    with stage("running the answers", total=float(len(texts))) as advance, torch.no_grad():
         parts = []
         for states in in_parallel(source, run, texts):
             parts.append(states)
             advance(1)
-        document = torch.tensor([n for n, (prompt, answer) in enumerate(texts) for _ in [*prompt, *answer[:-1]]])
-        measured = torch.tensor([at >= len(p) - 1 for p, a in texts for at in range(len(p) + len(a) - 1)])
-        full = torch.tensor([token for answer in answers.answers for token in answer])
-        raw = {layers: torch.cat([part.pop(layers) for part in parts]) for layers in (depth, *checkpoints)}
-        last = raw.pop(depth)
-        noises = _Noises(source, last[measured], full, answers.temperature)
-        columns = []
-        for layers in checkpoints:
-            columns.append(noises.draw(_translated(raw.pop(layers), last, document, measured)))
-            advance(1)
-    shape = (len(full), 0)
-    return Early(
-        tuple(checkpoints),
-        depth,
-        document[measured].numpy(),
-        np.stack([scores for scores, _, _ in columns], 1) if columns else np.zeros(shape, np.float32),
-        np.stack([early for _, early, _ in columns], 1) if columns else np.zeros(shape, np.int64),
-        full.numpy(),
-        tuple(changed for _, _, changed in columns),
-    )
+    document = torch.tensor([n for n, (prompt, answer) in enumerate(texts) for _ in [*prompt, *answer[:-1]]])
+    measured = torch.tensor([at >= len(p) - 1 for p, a in texts for at in range(len(p) + len(a) - 1)])
+    full = torch.tensor([token for answer in answers.answers for token in answer])
+    raw = {layers: torch.cat([part.pop(layers) for part in parts]) for layers in (depth, *checkpoints)}
+    last = raw.pop(depth)
+    with stage("measuring early exits", total=float(len(full))) as advance, torch.no_grad():
+        exits = [_translated(raw.pop(layers), last, document, measured) for layers in checkpoints]
+        scores, early, changed = _draw(source, exits, last[measured], full, answers.temperature, advance)
+    shares = tuple(float(share) for share in changed.mean(axis=0))
+    return Early(tuple(checkpoints), depth, document[measured].numpy(), scores, early, full.numpy(), shares)
 
 
 def _translated(
@@ -131,36 +121,54 @@ def _ridge(states: torch.Tensor, last: torch.Tensor, others: torch.Tensor) -> to
     return others + offset + (others - mean) / deviation @ matrix
 
 
-class _Noises:
-    """Draws tokens of exits with the noise that drew the answers.
+def _draw(
+    source: SourceModel,
+    exits: Sequence[torch.Tensor],
+    last: torch.Tensor,
+    full: torch.Tensor,
+    temperature: float,
+    advance: Callable[[float], None],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draws tokens of C exits with the noise that drew the answers.
 
-    A token is the largest of logits / T plus Gumbel noise. Of the noise that drew a known token the largest value is
-    Gumbel noise, and the others are such noise below it (Maddison et al., https://arxiv.org/abs/1411.0030).
+    Args:
+        exits: raw states [n, D] of each exit.
+        last: raw states [n, D] after the last layer.
+        full: the tokens drawn from them, int64 [n].
+
+    Returns:
+        Probabilities of the likeliest tokens float32, drawn tokens int64, and whether the likeliest token is another
+        than full depth's bool, each [n, C].
     """
+    shape = len(full), len(exits)
+    scores, early, changed = np.empty(shape, np.float32), np.empty(shape, np.int64), np.empty(shape, bool)
 
-    def __init__(self, source: SourceModel, last: torch.Tensor, full: torch.Tensor, temperature: float) -> None:
-        self._source, self._last, self._full, self._temperature = source, last, full, temperature
+    def part(rows: slice) -> int:
+        with torch.no_grad():
+            logits = predict(source, normalize(source, last[rows])).logits.cpu()
+            noise = _noise(logits / temperature, full[rows], rows.start)
+            for k, states in enumerate(exits):
+                here = predict(source, normalize(source, states[rows])).logits.cpu()
+                largest = here.amax(-1)
+                scores[rows, k] = (largest - here.logsumexp(-1)).exp().numpy()
+                early[rows, k] = (here / temperature).add_(noise).argmax(-1).numpy()
+                changed[rows, k] = (here.gather(1, logits.argmax(-1, keepdim=True))[:, 0] < largest).numpy()
+        return len(logits)
 
-    def draw(self, states: torch.Tensor) -> tuple[np.ndarray, np.ndarray, float]:
-        """Returns likeliest probabilities and drawn tokens [n] for raw states [n, D], and the greedy changed tokens."""
+    for done in in_parallel(source, part, blocks(source, len(full))):
+        advance(float(done))
+    return scores, early, changed
 
-        def part(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            with torch.no_grad():
-                logits = predict(self._source, normalize(self._source, self._last[rows])).logits.cpu()
-                here = predict(self._source, normalize(self._source, states[rows])).logits.cpu()
-                drawn = (here / self._temperature + self._noise(logits, rows)).argmax(-1)
-                same = here.argmax(-1) == logits.argmax(-1)
-                return here.softmax(-1).amax(-1), drawn, same
 
-        done = list(in_parallel(self._source, part, blocks(self._source, len(states))))
-        scores, drawn, same = (torch.cat(column) for column in zip(*done, strict=True))
-        return scores.numpy(), drawn.numpy(), float(1 - same.float().mean())
+def _noise(scaled: torch.Tensor, drawn: torch.Tensor, seed: int) -> torch.Tensor:
+    """Returns noise with which the tokens `drawn` [n] are the largest of logits / T `scaled` [n, V] plus noise.
 
-    def _noise(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(rows.start)
-        likely = (logits / self._temperature).log_softmax(-1).clamp_min(MIN_LOGARITHM)
-        gumbel = -torch.empty_like(likely).exponential_(generator=generator).log()
-        largest = -torch.empty(len(likely), 1).exponential_(generator=generator).log()
-        values = -torch.logaddexp(-largest, -(likely + gumbel))
-        values.scatter_(1, self._full[rows, None], largest)
-        return values - likely
+    The largest sum is Gumbel noise, and the others are such noise below it (Maddison et al.,
+    https://arxiv.org/abs/1411.0030).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    likely = scaled.log_softmax(-1).clamp_min(MIN_LOGARITHM)
+    sums = torch.empty_like(likely).exponential_(generator=generator).log_().neg_().add_(likely)
+    largest = torch.empty(len(likely), 1).exponential_(generator=generator).log_().neg_()
+    sums = torch.logaddexp(-largest, -sums).neg_()
+    return sums.scatter_(1, drawn[:, None], largest).sub_(likely)

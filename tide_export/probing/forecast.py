@@ -169,12 +169,13 @@ def _lossless(steps: Steps, early: Early, prompts: Sequence[Sequence[int]]) -> P
         if not len(here[0].full) or not len(others[0].full) or here[0].full.shape[1] < 2:
             return None
         setting = best_setting(others[0], costs, others[1])
-        speeds.append(costs.plain / replay(here[0], costs, here[1], setting).seconds if setting.speedup > 1 else 1.0)
+        drafts = setting.max_drafts or setting.prompt_lookup
+        speeds.append(costs.plain / replay(here[0], costs, here[1], setting).seconds if drafts else 1.0)
     return Prediction(mean(speeds), min(speeds), max(speeds))
 
 
 def _every_second(
     recorded: Measurement, texts: Sequence[Sequence[int]], start: int
 ) -> tuple[Measurement, list[Sequence[int]]]:
-    parts = {name: np.ascontiguousarray(getattr(recorded, name)[start::2]) for name in ("scores", "early", "full")}
-    return replace(recorded, **parts), list(texts[start::2])
+    scores, early, full = (np.ascontiguousarray(a[start::2]) for a in (recorded.scores, recorded.early, recorded.full))
+    return replace(recorded, scores=scores, early=early, full=full), list(texts[start::2])

@@ -115,9 +115,8 @@ class ProbeReport:
             f"exit      at most {100 * self.epsilon:g} % changed tokens; range: over parts of the answers, thresholds "
             "from the others",
             "lossless  the text of full depth; with exits: and n-grams, replayed on the answers",
-            f"drafter   range: a prior, as none is trained: {_shares()} of first drafts accepted, which drafters of two "
-            "other",
-            "          models reached, with the step times of this one",
+            f"drafter   range: a prior, as none is trained: {_shares()} of first drafts accepted, which drafters of",
+            "          two other models reached, with the step times of this one",
         ]
         return "\n".join(lines)
 

@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from tide_export.calibration.config import TideConfig
 from tide_export.calibration.evaluate import count_costs
 from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import quiet_loggers, stage
+from tide_export.compose.cut import Pieces
 from tide_export.errors import ProbeError, TideError
 from tide_export.model.source import SourceModel, wrap_model
 from tide_export.names.networks import segment_name
@@ -114,16 +115,23 @@ def time_steps(source: SourceModel, ids: Sequence[int], weights: Sequence[str], 
     """
     parameters, depth = source.model.num_parameters(), source.num_layers
     short = first_layers(source, layers_to_time(source))
+    kept = short.model.num_parameters()
     context = short.context_length or MAX_LENGTH
     text = (list(ids) * (CONTEXT // len(ids) + 1))[: max(1, min(CONTEXT, context - VERIFIED - 1))]
-    found = []
+    found, traced = list[Steps](), None
     with stage("timing steps", total=float(len(weights))) as advance:
         for kind in weights:
             with quiet_loggers(logging.WARNING, "tide_export"), TemporaryDirectory(prefix="tide-probe-") as folder:
                 request = ExportRequest(
                     source.name, folder, weights=kind, max_length=min(MAX_LENGTH, context), config=config
                 )
-                found.append(_time(short, request, Path(folder), text, depth, parameters))
+                began = time.perf_counter()
+                prepare_weights(short, request)
+                preparing = time.perf_counter() - began
+                if traced is None or short.quantized is not None:  # integers are other nodes
+                    traced = _Traced.of(short, request, Path(folder))
+                one = _time(short, request, Path(folder), text, traced, depth, parameters)
+                found.append(replace(one, per_model=one.per_model + preparing * parameters / kept))
             gc.collect()
             return_free_memory()
             advance(1)
@@ -161,25 +169,43 @@ def first_layers(source: SourceModel, count: int) -> SourceModel:
         ) from error
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """The pieces of the first layers, with a checkpoint in the middle, and the seconds that tracing them took."""
+
+    pieces: Pieces
+    checkpoints: tuple[int, ...]
+    length: int
+    seconds: float
+
+    @classmethod
+    def of(cls, source: SourceModel, request: ExportRequest, folder: Path) -> "_Traced":
+        checkpoints = (source.num_layers // 2,) if source.num_layers > 1 else ()
+        length, _ = check_source(source, request, RouterSet({}), folder)
+        began = time.perf_counter()
+        pieces = trace_and_cut(source, request, checkpoints, length)
+        return cls(pieces, checkpoints, length, time.perf_counter() - began)
+
+
 def _time(
-    source: SourceModel, request: ExportRequest, folder: Path, ids: Sequence[int], depth: int, parameters: int
+    source: SourceModel,
+    request: ExportRequest,
+    folder: Path,
+    ids: Sequence[int],
+    traced: _Traced,
+    depth: int,
+    parameters: int,
 ) -> Steps:
-    """Exports `source` with a router in the middle into `folder` and times its steps; of `depth` layers in all."""
-    began, timed = time.perf_counter(), source.num_layers
-    middle = (timed // 2,) if timed > 1 else ()
+    """Writes a bundle into `folder` and times its steps; the whole model has `depth` layers and `parameters`."""
+    timed, middle, given = source.num_layers, traced.checkpoints, GivenHead()
     routers = random_routers(source, middle, ids[:8], bottleneck=request.config.router_bottleneck_dim)
-    length, _ = check_source(source, request, routers, folder)
-    prepare_weights(source, request)
-    prepared = time.perf_counter()
-    pieces = trace_and_cut(source, request, middle, length)
-    traced = time.perf_counter()
-    given = GivenHead()
-    graph = compose(source, request, pieces, routers, given)
-    manifest = make_manifest(source, routers, request.config, pieces, graph, length, request.half)
-    write_contents(folder, request, graph, manifest, pieces, routers, *fusion(source, request, given))
+    began = time.perf_counter()
+    graph = compose(source, request, traced.pieces, routers, given)
+    manifest = make_manifest(source, routers, request.config, traced.pieces, graph, traced.length, request.half)
+    write_contents(folder, request, graph, manifest, traced.pieces, routers, *fusion(source, request, given))
     write_manifest(folder, manifest)
-    written = time.perf_counter()
-    del graph, pieces
+    writing = time.perf_counter() - began
+    del graph
     engine = load(folder, provider="cpu", verify=False)
     runs = [step_costs(engine, ids, VERIFIED, ROUNDS) for _ in range(TIMINGS)]
     plain = mean(run.plain for run in runs)
@@ -202,8 +228,8 @@ def _time(
         spread=max(abs(run.plain / plain - 1) for run in runs),
         disk=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) + (depth - timed) * layer_bytes,
         kv=2 * 4 * sum(heads * width for heads, width in manifest.model.kv_shapes) * depth // timed,
-        per_model=(prepared - began + written - traced) * share,
-        per_layer=(traced - prepared) / timed,
+        per_model=writing * share,
+        per_layer=traced.seconds / timed,
     )
 
 

@@ -48,6 +48,7 @@ FLOORS = {
     "Composed graphs get one engine's operators.": ("lower",),
     "Uses composed and lowered graphs: to add a drafter, to check a bundle.": ("drafting", "verify"),
     "Runs every stage of an export in order.": ("pipeline",),
+    "Exports a few layers to predict what the whole model would gain.": ("probing",),
     "What users call: commands, and the public API.": ("cli", PACKAGE),
 }
 FLOOR = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit in units}
