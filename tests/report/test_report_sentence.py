@@ -26,7 +26,15 @@ def test_a_gain_with_its_numbers(assessment):
     assert answer.gains
     assert answer.reason is None
     assert not answer.advice
-    assert answer.sentence.startswith(
+    costs = assessment.costs
+    speed = (12 * costs.layer + costs.head) / costs.per_token(choice.outcome, (3, 6, 9))
+    assert speed > 1
+    time, rest = answer.sentence.split("export measures it. ")
+    assert time == (
+        f"Expected in time: decoding at {speed:.2f} times the speed of full depth with "
+        f"{100 * choice.outcome.change.tokens:.1f} % changed tokens, counting layers, head, routers and lenses; "
+    )
+    assert rest.startswith(
         "With at most 2 % changed tokens and 2 % more perplexity, demo-llama runs "
         f"{choice.outcome.layers:.1f} of 12 layers per token "
         f"({100 * (1 - choice.outcome.layers / 12):.0f} % fewer); a perfect router would run "

@@ -35,7 +35,9 @@ class Answers:
 
 
 def sample(source: SourceModel, tokenizer: PreTrainedTokenizerBase, temperature: float, seed: int = 0) -> Answers:
-    """Samples an answer to each of PROMPTS shipped prompts; of a model without chat template, a continuation.
+    """Samples an answer to each of PROMPTS shipped prompts.
+
+    A model without chat template continues beginnings of texts.
 
     Raises:
         ProbeError: no prompt fits the model's context, the model cannot generate, or it answers with a token or two.

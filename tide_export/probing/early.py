@@ -1,4 +1,4 @@
-"""Measures on a model's own answers how often an early exit would draw another token, with a quick lens.
+"""Measures on a model's own answers how often an early exit draws another token, with a quick lens.
 
 The quick lens is a ridge regression from the raw state at a checkpoint to that after the last layer, in closed form;
 it is fitted to some of the answers and measured on the others, in turn. On SmolLM2-135M it agrees with full depth
@@ -56,7 +56,7 @@ class Early:
         return tuple(float(share) for share in 1 - self.agrees.mean(axis=0))
 
     def recorded(self) -> tuple[Measurement, np.ndarray]:
-        """Returns a recording for `tuning.replay`, of equally long beginnings of the longer answers, and which."""
+        """Returns equally long beginnings of the longer answers, for `tuning.replay`, and which they are."""
         lengths = np.bincount(self.document)
         length = max(range(2, lengths.max() + 1), key=lambda n: n * int((lengths >= n).sum()))
         chosen = np.flatnonzero(lengths >= length)
@@ -161,7 +161,11 @@ def _draw(
 
 
 def _noise(scaled: torch.Tensor, drawn: torch.Tensor, seed: int) -> torch.Tensor:
-    """Returns noise with which the tokens `drawn` [n] are the largest of logits / T `scaled` [n, V] plus noise.
+    """Returns noise [n, V] with which `scaled` plus noise is largest at the tokens `drawn`.
+
+    Args:
+        scaled: logits / T [n, V].
+        drawn: int64 [n].
 
     The largest sum is Gumbel noise, and the others are such noise below it (Maddison et al.,
     https://arxiv.org/abs/1411.0030).

@@ -1,4 +1,4 @@
-"""`tide-export probe`: samples answers, measures exits and steps, and predicts the speed of every mode.
+"""`tide-export probe`: samples answers, measures exits and steps, and predicts each mode's speed.
 
 Writes nothing but temporary bundles of a few layers, which are removed.
 """
@@ -84,7 +84,7 @@ def probe(model: str, *, trust_remote_code: bool = False) -> ProbeReport:
 
 
 def planned(depth: int, config: TideConfig) -> tuple[int, ...]:
-    """Returns the checkpoints to look at: those of a calibration, fewer in a deep model, one in a model of few."""
+    """Returns the checkpoints to look at: a calibration's; fewer in a deep model, one in a shallow one."""
     if depth <= config.checkpoint_interval:
         return (depth // 2,) if depth > 1 else ()
     interval = max(config.checkpoint_interval, ceil(depth / (MAX_CHECKPOINTS + 1)))

@@ -40,7 +40,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Exits:
-    """The prediction of mode `exit`: its speed over full depth's, with the changed tokens and layers per token."""
+    """Predicts for mode `exit` its speed over full depth's, the changed tokens and layers per token."""
 
     speed: Prediction
     changed: float
@@ -99,7 +99,12 @@ def pays(prediction: Prediction) -> bool:
 
 
 def exit_seconds(steps: Steps, checkpoints: Sequence[int], exit_at: Sequence[int], max_pending: int) -> float:
-    """Returns the seconds of decoding tokens of which each exits at a checkpoint (its index; their number: none)."""
+    """Returns the seconds of decoding tokens.
+
+    Args:
+        exit_at: the index of the checkpoint at which each token exits; the number of checkpoints: none.
+        max_pending: tokens that may be pending before a segment.
+    """
     sizes = np.diff([0, *checkpoints, steps.depth]).tolist()
     blocks = np.interp(range(len(sizes) * max_pending + 2), list(steps.blocks), list(steps.blocks.values())).tolist()
     waiting, seconds = [0] * len(sizes), 0.0
@@ -143,13 +148,13 @@ def _outcome(
 
 
 def _thresholds(steps: Steps, early: Early, documents: np.ndarray, epsilon: float) -> tuple[float, ...] | None:
-    """Returns the fastest thresholds that change at most `epsilon` of the tokens, with one standard error to spare.
+    """Returns the fastest thresholds that change at most `epsilon` of the tokens.
 
-    None: none of them is faster than full depth.
+    They do so with one standard error to spare. None: none of them is faster than full depth.
     """
     rows = np.isin(early.document, documents)
     tokens, best, best_speed = int(rows.sum()), None, 1.0
-    for point in frontier(early.scores[rows], early.agrees[rows], early.checkpoints, early.depth)[1:]:
+    for point in frontier(early.scores[rows], early.agrees[rows], early.checkpoints, early.depth):
         changed = 1 - point.agreement
         if changed + sqrt(max(changed, 1 / tokens) / tokens) > epsilon:
             break

@@ -104,7 +104,9 @@ class Steps:
 
 
 def time_steps(source: SourceModel, ids: Sequence[int], weights: Sequence[str], config: TideConfig) -> list[Steps]:
-    """Times the first layers of `source` for each of `weights`, widest first; `source` keeps only these layers.
+    """Times the first layers of `source` for each of `weights`, widest first.
+
+    `source` keeps only these layers.
 
     Args:
         ids: tokens of a text.
@@ -171,7 +173,7 @@ def first_layers(source: SourceModel, count: int) -> SourceModel:
 
 @dataclass(frozen=True)
 class _Traced:
-    """The pieces of the first layers, with a checkpoint in the middle, and the seconds that tracing them took."""
+    """The pieces of the first layers, with a checkpoint in the middle, and the seconds of tracing them."""
 
     pieces: Pieces
     checkpoints: tuple[int, ...]
@@ -196,7 +198,7 @@ def _time(
     depth: int,
     parameters: int,
 ) -> Steps:
-    """Writes a bundle into `folder` and times its steps; the whole model has `depth` layers and `parameters`."""
+    """Writes a bundle into `folder` and times its steps, for a model of `depth` layers and `parameters`."""
     timed, middle, given = source.num_layers, traced.checkpoints, GivenHead()
     routers = random_routers(source, middle, ids[:8], bottleneck=request.config.router_bottleneck_dim)
     began = time.perf_counter()

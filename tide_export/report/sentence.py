@@ -49,6 +49,7 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
     choice = findings.choice(HEADLINE)
     saved = saved_share(choice, depth)
     possible = 1 - findings.perfect.layers / depth
+    time = _time(assessment, choice)
     if saved >= WORTHWHILE:
         sentence = (
             f"With at most {within(HEADLINE)}, {assessment.model} runs "
@@ -56,7 +57,7 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
             f"router would run {number(findings.perfect.layers)} (router efficiency {percent(choice.efficiency, 0)}). "
             f"Measured on text that the thresholds were not chosen on: {_changes(choice.outcome)}."
         )
-        return Verdict(True, None, sentence, "")
+        return Verdict(True, None, f"{time} {sentence}", "")
 
     reason = _reason(findings, possible)
     share = percent(saved) if saved >= 0.0005 else "none"
@@ -66,7 +67,7 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
         f"it {cost}, because {REASONS[reason]}. {_evidence(findings, reason, choice, possible)}"
         f"{_cheaper(findings, depth)}"
     )
-    return Verdict(False, reason, sentence, ADVICE[reason])
+    return Verdict(False, reason, f"{time} {sentence}", ADVICE[reason])
 
 
 def default_sentence(assessment: Assessment, findings: Findings) -> str:
@@ -95,6 +96,17 @@ def default_sentence(assessment: Assessment, findings: Findings) -> str:
 def saved_share(choice: Choice, depth: int) -> float:
     """Returns the share of the layers that a choice does not run, 0 .. 1."""
     return 1 - choice.outcome.layers / depth
+
+
+def _time(assessment: Assessment, choice: Choice) -> str:
+    """Returns the speed that a choice is expected to have, by its operations, which are its bytes too."""
+    costs = assessment.costs
+    full = costs.layer * assessment.evaluation.num_layers + costs.head
+    return (
+        f"Expected in time: decoding at {number(full / choice.flops, 2)} times the speed of full depth with "
+        f"{percent(1 - choice.outcome.agreement)} changed tokens, counting layers, head, routers and lenses; "
+        "export measures it."
+    )
 
 
 def _reason(findings: Findings, possible: float) -> str:
