@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tide_export.calibration.config import TideConfig
-from tide_export.calibration.estimate import Costs, Work
+from tide_export.calibration.estimate import MEASURED, Costs, Timetable, Work
+from tide_export.calibration.fit_lenses import MEASUREMENTS
 from tide_export.calibration.flow import calibrate
 from tide_export.calibration.placement import CURVE_TOKENS
 from tide_export.calibration.split import Split
@@ -58,6 +59,31 @@ def test_seconds_are_tokens_times_costs():
     assert list(changed.values()) == [0, 0, 0, 300]
 
 
+def test_the_measurements_of_lenses_count():
+    done = Work(read=1_000, again=0, lens=2_000, train=700, held_out=100)
+    nothing = dict.fromkeys(("model", "head", "target", "lens", "router"), 0.0)
+    lenses = list(Costs(**nothing | {"head": 1.0}).of(done, checkpoints=3, depth=12).values())[1]
+    assert lenses == MEASURED * 100 * (MEASUREMENTS + 1) * 4
+    without = Work(read=1_000, again=0, lens=0, train=700, held_out=100)
+    assert list(Costs(**nothing | {"head": 1.0}).of(without, checkpoints=3, depth=12).values())[1] == 0
+
+
+def test_parts_that_are_done_correct_what_is_left(caplog):
+    now = iter([100.0, 400.0, 400.0, 1000.0])
+    timetable = Timetable({"reading": 100.0, "lenses": 0.0, "routers": 200.0, "measuring": 100.0}, lambda: next(now))
+    assert timetable.sentence == (
+        "calibration takes about 7 minutes on this machine: reading 2 minutes, routers 3 minutes, measuring 2 minutes"
+    )
+    with caplog.at_level(logging.INFO, logger="tide_export"):
+        for _ in range(4):
+            timetable.next()
+    assert caplog.messages == [
+        "reading: 25 % of the calibration, about 7 minutes left in all",
+        "routers: 50 % of the calibration, about 15 minutes left in all",  # three times as slow as estimated
+        "measuring: 25 % of the calibration, about 5 minutes left in all",
+    ]
+
+
 def test_costs_are_measured(demo, sequences):
     measured = Costs.measure(demo, Split(sequences[:8], sequences[8:10], sequences[10:], "documents"), TideConfig())
     for cost in vars(measured).values():
@@ -75,6 +101,12 @@ def test_it_is_said_before_the_model_runs(demo, tokenizer, caplog):
     (sentence,) = said
     assert re.search(r"on this machine: reading 1,024 tokens [0-9]+ seconds?, fitting 2 routers to [0-9]+ ", sentence)
     assert "lens" not in sentence
+    shares = [message for message in caplog.messages if "% of the calibration, about " in message]
+    assert [message.partition(":")[0] for message in shares] == [
+        "reading 1,024 tokens",
+        next(part for part in re.findall(r"fitting 2 routers to [0-9,]+", sentence)),
+        "measuring",
+    ]
     ran = [n for n, message in enumerate(caplog.messages) if message.startswith("running the model")]
     assert caplog.messages.index(sentence) < min(ran)
 

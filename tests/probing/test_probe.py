@@ -47,7 +47,7 @@ def test_the_table_has_each_mode_for_each_type_of_weights(tmp_path, nothing_left
         assert column in header
     for weights in ("float32", "bfloat16", "int4"):
         assert [line for line in lines if line.strip().startswith(weights)], weights
-    assert "changed tokens if all exit after  4" in text
+    assert "changed tokens if all exit after     4\n" in text
     assert "calibrate " in text
     assert "draft " in text
     assert "export " in text
@@ -108,8 +108,8 @@ def test_the_memory_that_is_needed_is_counted_without_the_weights(random_model):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path, "no such folder"),
-        (lambda path: path.mkdir() or path, "cannot be read"),
+        (lambda path: path, "the folder does not exist"),
+        (lambda path: path.mkdir() or path, "it is not a Hugging Face model"),
         (lambda path: path.with_suffix(".gguf"), "no GGUF file at"),
     ],
 )

@@ -1,11 +1,12 @@
-"""Estimates before the calibration how long it will take on this machine.
+"""Estimates before the calibration how long it will take on this machine, and corrects that while it runs.
 
-Times the model, its head and an update of a lens and of a router on a few tokens, and multiplies by the number of
-tokens that each will process.
+Times the model, its head, an update of a lens and an epoch of a router on a few tokens, and multiplies by the number of
+tokens that each will process. Parts that are done correct what is left: a machine that became busy stays so.
 """
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +15,8 @@ import torch
 from tide_export.calibration.collect import capacities
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fast_attention import fast_attention
-from tide_export.calibration.fit_lenses import UPDATE_TOKENS, start, update
+from tide_export.calibration.fit_lenses import MEASUREMENTS, UPDATE_TOKENS, VALIDATION_TOKENS, start, update
+from tide_export.calibration.fit_router import LabelledStates, fit_router
 from tide_export.calibration.labels import blocks, predict
 from tide_export.calibration.lens_loss import PartialHead
 from tide_export.calibration.parallel import MAX_THREADS, in_parallel
@@ -28,17 +30,43 @@ PROBED_TOKENS = 256  # per sequence
 LABELS = 0.6  # share of the head's time: `unchanged` rarely computes all of it
 MEASURED = 1.5  # in head times: the head with divergence and added loss
 CHANGED_ROWS = 32  # of which changed tokens are timed
+HELD_OUT_STATES = 64  # of those that a router is timed on
 EPOCHS = 0.8  # share of `router_epochs` after which the loss mostly stops falling
-ROUTER = 5.0  # small matmuls of the router's width per update
 Result = TypeVar("Result")
+logger = logging.getLogger("tide_export")
 
 
-def estimate(source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig) -> str:
-    """Returns a sentence on how long calibration with `config` and each of its parts will take."""
+def estimate(source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig) -> "Timetable":
+    """Returns how long calibration with `config` and each of its parts will take."""
     work = Work.of(source, split, checkpoints, config)
-    seconds = Costs.measure(source, split, config).of(work, len(checkpoints), source.num_layers)
-    parts = ", ".join(f"{what} {duration(time)}" for what, time in seconds.items() if time)
-    return f"calibration takes about {duration(sum(seconds.values()))} on this machine: {parts}"
+    return Timetable(Costs.measure(source, split, config).of(work, len(checkpoints), source.num_layers))
+
+
+class Timetable:
+    """The estimated seconds of the parts of a calibration, in their order."""
+
+    def __init__(self, seconds: Mapping[str, float], clock: Callable[[], float] = time.perf_counter) -> None:
+        """Takes part -> seconds; a part of none is omitted."""
+        self._seconds, self._clock, self._begun, self._started = dict(seconds), clock, 0, 0.0
+
+    @property
+    def sentence(self) -> str:
+        """The estimate of the whole and of each part."""
+        parts = ", ".join(f"{what} {duration(time)}" for what, time in self._seconds.items() if time)
+        return f"calibration takes about {duration(sum(self._seconds.values()))} on this machine: {parts}"
+
+    def next(self) -> None:
+        """Begins the next part and logs its share, and what is left by the time that the parts so far took."""
+        now = self._clock()
+        self._started = self._started if self._begun else now
+        part, seconds = list(self._seconds.items())[self._begun]
+        values = list(self._seconds.values())
+        done, left = sum(values[: self._begun]), sum(values[self._begun :])
+        self._begun += 1
+        if seconds:
+            slower = (now - self._started) / done if done else 1.0
+            share, rest = 100 * seconds / sum(values), duration(left * slower)
+            logger.info("%s: %.0f %% of the calibration, about %s left in all", part, share, rest)
 
 
 @dataclass(frozen=True)
@@ -122,8 +150,8 @@ class Costs:
         lens, _ = _timed(
             lambda: update(fit, made.loss(source.normalize(fit.translate(part))), config.lens_learning_rate)
         )
-        router = head * config.router_epochs * EPOCHS * ROUTER * config.router_bottleneck_dim / source.vocab_size
         tokens = len(hidden)
+        router = _router_epoch(source, normalized, config, threads) * config.router_epochs * EPOCHS
         each = model / tokens, head / tokens, target / len(part), lens / len(part), router / tokens
         return cls(*each, changed / len(logits) / threads)
 
@@ -131,13 +159,33 @@ class Costs:
         """Returns the seconds of each part of `work`."""
         kept = work.train + work.held_out
         measured = work.held_out * (checkpoints + 1) + CURVE_TOKENS * depth
+        looked_at = min(work.held_out, VALIDATION_TOKENS)
         return {
             f"reading {work.read + work.again:,} tokens": self.model * (work.read + work.again + 4 * CURVE_TOKENS),
-            f"fitting {checkpoints} lenses to {work.lens:,}": work.lens * (self.target + checkpoints * self.lens),
+            f"fitting {checkpoints} lenses to {work.lens:,}": work.lens * (self.target + checkpoints * self.lens)
+            + (self.head * MEASURED * looked_at * (MEASUREMENTS + 1) * (checkpoints + 1) if work.lens else 0.0),
             f"fitting {checkpoints} routers to {work.train:,}": self.head * kept * (1 + LABELS * checkpoints)
             + self.router * work.train * checkpoints,
             "measuring": self.head * MEASURED * measured + self.changed * work.held_out * checkpoints,
         }
+
+
+def _router_epoch(source: SourceModel, states: torch.Tensor, config: TideConfig, threads: int) -> float:
+    """Times an epoch of as many routers as are fitted at once, on normalized `states` [n, D']; returns their seconds.
+
+    They are the seconds of one router, as the others are fitted meanwhile.
+    """
+    once = config.model_copy(update={"router_epochs": 1})
+    labels = torch.arange(len(states)) % 2 == 0
+    size = min(config.router_shortlist, source.vocab_size)
+    shortlist = torch.randn(max(2, size), states.shape[1]) if size else None
+    train, held_out = (LabelledStates(states[rows], labels[rows]) for rows in (slice(None), slice(HELD_OUT_STATES)))
+
+    def fit(number: int) -> None:
+        fit_router(train, held_out, once, number, shortlist)
+
+    seconds, _ = _timed(lambda: list(in_parallel(source, fit, range(threads))))
+    return seconds / threads
 
 
 def _timed(work: Callable[[], Result]) -> tuple[float, Result]:

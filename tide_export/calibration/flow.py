@@ -82,20 +82,26 @@ def calibrate(
         )
     check_ids(source, text.sequences)
     checkpoints = place_checkpoints(source, split.train, config)
+    timetable = None
     if Processes.current().main:
-        logger.info("%s", estimate(source, split, checkpoints, config))
+        timetable = estimate(source, split, checkpoints, config)
+        logger.info("%s", timetable.sentence)
+        timetable.next()
     samples = collect_splits(source, split, checkpoints, config, cache)
     # Before the other processes return, because they share this work.
     statistics = measure_layers(source, split.test, config, CURVE_TOKENS)
-    if not Processes.current().main:
+    if timetable is None:
         return None
 
+    timetable.next()
     lenses, lens_reports = fit_lenses(
         source, split.train, samples["train"], samples["validation"], config, checkpoints, cache
     )
+    timetable.next()
     routers, reports = fit_checkpoints(source, config, checkpoints, samples["train"], samples["validation"], lenses)
     for layers, report in reports.items():
         report |= {"lens": lens_reports[layers]} if layers in lens_reports else {}
+    timetable.next()
     with stage("measuring the exits on held-out text", total=1.0) as advance:
         evaluation = evaluate(source, routers, samples["test"], config, advance)
     for sentence in constant_routers(evaluation.scores, routers.checkpoints):

@@ -61,7 +61,9 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description="From a Hugging Face causal LM to an engine that really skips layers.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_probe(commands)
+    _add_trust(
+        add_probe_options(_command(commands, "probe", "Predict in minutes, without text, what each mode gains."))
+    )
     _add_adapt(commands, config)
     _add_calibrate(commands, config)
     _add_export(commands, config)
@@ -73,7 +75,7 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
     _add_serve(commands, config)
     _add_triton(commands, config)
     _add_bench(commands)
-    _add_inspect(commands)
+    add_inspect_options(_command(commands, "inspect", "Print what is in a bundle."))
     add_push_options(_command(commands, "push", "Upload a bundle to the Hugging Face hub, with a model card."))
     add_pull_options(_command(commands, "pull", "Download a bundle from the Hugging Face hub, and check every file."))
     return parser
@@ -100,12 +102,6 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     for name, field in TideConfig.model_fields.items():
         group.add_argument(config_flag(name), dest=name, **field_option(name, field))
     group.add_argument(config_flag(KV_CACHE_STRATEGY), help=argparse.SUPPRESS)  # for scripts: exact, or refused
-
-
-def _add_probe(commands) -> None:
-    parser = _command(commands, "probe", "Predict, in minutes and without text, what each mode gains for a model here.")
-    add_probe_options(parser)
-    _add_trust(parser)
 
 
 def _add_adapt(commands, config: bool) -> None:
@@ -311,10 +307,6 @@ def _add_bench(commands) -> None:
     parser.add_argument("--repeat", type=int, metavar="N", help="interleaved runs of each mode (9)")
     _add_exit_options(parser)
     _add_engine_options(parser)
-
-
-def _add_inspect(commands) -> None:
-    add_inspect_options(_command(commands, "inspect", "Print what is in a bundle."))
 
 
 def _add_exit_options(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ from tide_export.pipeline.flow import trace_and_cut
 from tide_export.pipeline.preflight import check_source
 from tide_export.pipeline.request import ExportRequest
 from tide_export.pipeline.weights import prepare_weights
+from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
@@ -39,6 +40,7 @@ from tide_export.tuning.replay import StepCosts, step_costs
 
 TIMED_PARAMETERS = 120_000_000  # of the layers timed, in int4 68 MB, which no common cache holds
 MIN_LAYERS = 2
+HALF = "bf16"
 CONTEXT = 128  # tokens in the K/V
 MAX_LENGTH = 2048  # tokens that the temporary bundle may hold
 VERIFIED = 16  # tokens of the longest draft
@@ -118,6 +120,8 @@ def time_steps(source: SourceModel, ids: Sequence[int], weights: Sequence[str], 
     parameters, depth = source.model.num_parameters(), source.num_layers
     short = first_layers(source, layers_to_time(source))
     kept = short.model.num_parameters()
+    with quiet_loggers(logging.WARNING, "tide_export"):
+        round_to_half(short, HALF)  # before the one trace of float types: the values do not matter here
     context = short.context_length or MAX_LENGTH
     text = (list(ids) * (CONTEXT // len(ids) + 1))[: max(1, min(CONTEXT, context - VERIFIED - 1))]
     found, traced = list[Steps](), None
@@ -217,7 +221,7 @@ def _time(
     router, layer = (costs.router + costs.lens) / costs.layer, plain
     if middle:
         byte_share = layer_bytes / (folder / WEIGHTS_FILE).stat().st_size * plain
-        layer = (plain - mean(run.draft[0] for run in runs)) / (timed - middle[0] - router)
+        layer = (plain - mean(run.draft[0] for run in runs)) / (timed - middle[0])
         layer = min(max(layer, byte_share / LAYER_SHARE), byte_share * LAYER_SHARE, plain / timed)
     return Steps(
         weights=request.weights,
