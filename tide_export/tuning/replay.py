@@ -103,7 +103,7 @@ class Setting:
 
 
 def step_costs(
-    engine: Engine, ids: Sequence[int], max_draft: int = max(DRAFTS) + LOOKUP, rounds: int = 15
+    engine: Engine, ids: Sequence[int], max_draft: int = max(DRAFTS) + LOOKUP, rounds: int = 15, pending: bool = True
 ) -> StepCosts:
     """Times single steps after `ids`, interleaved so that a busy moment affects all alike.
 
@@ -111,6 +111,7 @@ def step_costs(
         ids: one or more token ids, of which the last is stepped repeatedly; the K/V that steps read have this length.
         max_draft: tokens of the longest draft.
         rounds: number of times that each kind of step is timed.
+        pending: time steps over pending tokens too; else `verify` is `block`.
     """
     count = len(engine.manifest.checkpoints)
     exits = [[ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)] for c in range(count)]
@@ -132,7 +133,7 @@ def step_costs(
     cases: dict[tuple[str, int], Callable[[], float]] = {("plain", 0): partial(timed, state, 0, 1, 1, True)}
     cases |= {("draft", c): partial(timed, draft, 0, 1, 2, False) for c, draft in enumerate(drafts)}
     cases |= {("block", n): partial(timed, state, 0, n, n, True) for n in lengths}
-    if drafts:
+    if drafts and pending:
         cases |= {("verify", n): partial(timed, state, n - 1, 1, n, True) for n in lengths}
     seconds: dict[tuple[str, int], list[float]] = {name: [] for name in cases}
     order = random.Random(0)
@@ -142,7 +143,7 @@ def step_costs(
     costs = {name: sorted(values[WARMUP:])[rounds // QUICKEST] for name, values in seconds.items()}
     return StepCosts(
         tuple(costs["draft", c] for c in range(count)),
-        {n: costs["verify" if drafts else "block", n] for n in lengths},
+        {n: costs["verify" if drafts and pending else "block", n] for n in lengths},
         {n: costs["block", n] for n in lengths},
         costs["plain", 0],
         engine.seconds_of_draft(len(ids)),

@@ -3,7 +3,8 @@
     python tools/benchmarks/probe_check.py MODEL BUNDLE [BUNDLE ...]
 
 Run it where nothing else runs. The bundles are exports of MODEL with --weights fp32, bf16 or int4; one with a drafter
-is compared with the drafter's prediction, one without with that of exits and n-grams. Full depth is timed by `bench`;
+is compared with the drafter's prediction, one without with that of exits and n-grams, which supposes that
+`tune --mode lossless` has chosen its drafting. Full depth is timed by `bench`;
 the others as `export` and `draft` measure them, at temperature 0.8: exits with the thresholds of mode auto, lossless
 mode on shipped prompts that `probe` has not seen. Exit code 1 where a measured value is outside of 10 % of the
 prediction and outside of its range.
@@ -11,7 +12,6 @@ prediction and outside of its range.
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from tide_export.bundle.opened import open_bundle
@@ -26,7 +26,6 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.auto import exit_speedup
 from tide_export.tuning.lossless import compare
-from tide_export.tuning.replay import LOOKUP, learned, step_costs
 from tide_export.tuning.request import LosslessRequest
 
 ALLOWED = 0.1  # relative error
@@ -74,10 +73,7 @@ def measured(bundle: Path, forecast: Forecast, prompts: list[list[int]]) -> list
 def lossless(engine: Engine, prompts: list[list[int]]) -> float:
     """Speed of lossless mode over full depth's, at temperature 0.8."""
     request = LosslessRequest(dataset="", prompts=len(prompts), new_tokens=NEW_TOKENS, temperature=0.8)
-    costs = step_costs(engine, prompts[0])
-    setting = replace(learned(costs, len(engine.manifest.checkpoints)), prompt_lookup=LOOKUP)
-    tuned = engine if engine.manifest.drafting is not None else engine.drafting_as(setting.drafting(costs, {}))
-    return compare(engine, tuned, prompts, request).speedup
+    return compare(engine, engine, prompts, request).speedup
 
 
 def missed(prediction: Prediction, now: float) -> bool:
