@@ -1,4 +1,4 @@
-"""Estimates before the calibration how long it will take on this machine, and corrects that while it runs.
+"""Estimates how long a calibration will take on this machine, and corrects that while it runs.
 
 Times the model, its head, an update of a lens and an epoch of a router on a few tokens, and multiplies by the number of
 tokens that each will process. Parts that are done correct what is left: a machine that became busy stays so.
@@ -16,7 +16,7 @@ from tide_export.calibration.collect import capacities
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.fast_attention import fast_attention
 from tide_export.calibration.fit_lenses import MEASUREMENTS, UPDATE_TOKENS, VALIDATION_TOKENS, start, update
-from tide_export.calibration.fit_router import LabelledStates, fit_router
+from tide_export.calibration.fit_router import LabelledHidden, fit_router
 from tide_export.calibration.labels import blocks, predict
 from tide_export.calibration.lens_loss import PartialHead
 from tide_export.calibration.parallel import MAX_THREADS, in_parallel
@@ -30,7 +30,7 @@ PROBED_TOKENS = 256  # per sequence
 LABELS = 0.6  # share of the head's time: `unchanged` rarely computes all of it
 MEASURED = 1.5  # in head times: the head with divergence and added loss
 CHANGED_ROWS = 32  # of which changed tokens are timed
-HELD_OUT_STATES = 64  # of those that a router is timed on
+HELD_OUT_HIDDEN = 64  # of those that a router is timed on
 EPOCHS = 0.8  # share of `router_epochs` after which the loss mostly stops falling
 Result = TypeVar("Result")
 logger = logging.getLogger("tide_export")
@@ -170,16 +170,13 @@ class Costs:
         }
 
 
-def _router_epoch(source: SourceModel, states: torch.Tensor, config: TideConfig, threads: int) -> float:
-    """Times an epoch of as many routers as are fitted at once, on normalized `states` [n, D']; returns their seconds.
-
-    They are the seconds of one router, as the others are fitted meanwhile.
-    """
+def _router_epoch(source: SourceModel, hidden: torch.Tensor, config: TideConfig, threads: int) -> float:
+    """Returns the seconds of a router's epoch on normalized `hidden` [n, D'], others fitted beside it."""
     once = config.model_copy(update={"router_epochs": 1})
-    labels = torch.arange(len(states)) % 2 == 0
+    labels = torch.arange(len(hidden)) % 2 == 0
     size = min(config.router_shortlist, source.vocab_size)
-    shortlist = torch.randn(max(2, size), states.shape[1]) if size else None
-    train, held_out = (LabelledStates(states[rows], labels[rows]) for rows in (slice(None), slice(HELD_OUT_STATES)))
+    shortlist = torch.randn(max(2, size), hidden.shape[1]) if size else None
+    train, held_out = (LabelledHidden(hidden[rows], labels[rows]) for rows in (slice(None), slice(HELD_OUT_HIDDEN)))
 
     def fit(number: int) -> None:
         fit_router(train, held_out, once, number, shortlist)

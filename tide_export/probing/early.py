@@ -72,7 +72,7 @@ def measure_exits(source: SourceModel, answers: Answers, checkpoints: Sequence[i
     def run(text: tuple[list[int], list[int]]) -> dict[int, torch.Tensor]:
         prompt, answer = text
         ids = torch.tensor([[*prompt, *answer[:-1]]], device=source.device)
-        states = source.raw_states(ids, [*checkpoints, depth])
+        states = source.raw_hidden(ids, [*checkpoints, depth])
         return {layers: state[0].float().cpu() for layers, state in states.items()}
 
     with stage("running the answers", total=float(len(texts))) as advance, torch.no_grad():
