@@ -11,12 +11,14 @@ from typing import Any
 from families import build
 from tiny_configs import CHECKPOINTS, CONTEXT
 
-from tide_export.bundle.manifest import FLOAT32_KV
+from tide_export.bundle.file_names import SEGMENTS_FOLDER
+from tide_export.bundle.manifest import CUDA, FLOAT32_KV
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.calibration.config import TideConfig
 from tide_export.compose.cut import Pieces, cut
 from tide_export.compose.step_graph import compose
+from tide_export.lower.cuda.lower import networks_for_cuda
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
@@ -77,13 +79,23 @@ MAX_TOKENS, MAX_LOGITS = 33, 8  # of a run of a segment network: longer prompts 
 MAX_BATCH_SIZE, SLOT_TOKENS = 3, 4  # of a run over several sequences
 
 
-def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces, weights: str = "fp32") -> Bundle:
+def segments_of(
+    source: SourceModel,
+    routers: RouterSet,
+    folder: Path,
+    pieces: Pieces,
+    weights: str = "fp32",
+    target: str = "tensorrt",
+) -> Bundle:
     """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`."""
-    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source), weights)
+    lower = networks_for_cuda if target == CUDA else networks_for_tensorrt
+    arguments = pieces, routers.arrays(), routers.lens_arrays(), bound(source), weights, source.quantized
+    networks, manifest = lower(*arguments), open_bundle(folder).manifest
+    shutil.rmtree(folder / SEGMENTS_FOLDER, ignore_errors=True)  # networks for another target
     networks.save(folder)
-    manifest = open_bundle(folder).manifest
     info = replace(networks.info(manifest, MAX_BATCH_SIZE), max_tokens=MAX_TOKENS, max_logits=MAX_LOGITS)
-    write_manifest(folder, replace(manifest, networks=replace(info, max_slot_tokens=SLOT_TOKENS)))
+    info = replace(info, max_slot_tokens=networks.slot_tokens or SLOT_TOKENS)
+    write_manifest(folder, replace(manifest, targets=("onnxruntime", target), networks=info))
     return open_bundle(folder)
 
 

@@ -69,7 +69,7 @@ using Providers = std::vector<std::string>;
 Providers faster_than_the_cpu(Bundle const& bundle) {
   Providers candidates;
   if (bundle.manifest.engines) candidates.push_back(bundle.manifest.engines->flavour);
-  if (bundle.manifest.networks && has_gpu()) candidates.emplace_back(kCuda);
+  if (bundle.manifest.networks && bundle.manifest.networks->cuda && has_gpu()) candidates.emplace_back(kCuda);
   return candidates;
 }
 

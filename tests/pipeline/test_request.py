@@ -17,14 +17,21 @@ from tide_export.pipeline.request import ExportRequest
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"targets": ("abacus",)}, "target 'abacus' is none of onnxruntime, tensorrt, tensorrt-rtx"),
+        ({"targets": ("abacus",)}, "target 'abacus' is none of onnxruntime, cuda, tensorrt, tensorrt-rtx"),
         ({"weights": "int2"}, "weights 'int2' are not in this release"),
-        ({"targets": ("tensorrt", "tensorrt-rtx")}, "the plans of one flavour"),
+        ({"targets": ("tensorrt", "tensorrt-rtx")}, "the segment networks of one target"),
+        ({"targets": ("cuda", "tensorrt")}, "the segment networks of one target"),
+        *(
+            ({"targets": ("cuda",), "weights": weights}, f"cuda takes weights bf16, fp16 or int4, not '{weights}'")
+            for weights in ("fp32", "int8", "fp8")
+        ),
+        ({"targets": ("cuda",), "lora_rank": 8}, "networks of cuda read no adapters"),
+        ({"targets": ("cuda",), "config": TideConfig(kv_cache="int8")}, "kv_cache int8 is .* alone, not for cuda"),
         ({"targets": ("tensorrt",), "weights": "int8"}, "'int8' are for target onnxruntime alone"),
         ({"weights": "fp8"}, "'fp8' are for targets tensorrt and tensorrt-rtx"),
         ({"plugins": "x.so"}, "--plugins is for building engines"),
         ({"targets": ("tensorrt",), "engines": False, "plugins": "x.so"}, "--plugins is for building engines"),
-        ({"batch_size": 4}, "batch_size is for targets tensorrt and tensorrt-rtx"),
+        ({"batch_size": 4}, "batch_size is for targets cuda, tensorrt and tensorrt-rtx"),
         (
             {"targets": ("tensorrt",), "engines": False, "batch_size": 0},
             "batch_size must be a whole number from 1 to 256, not 0",
@@ -45,6 +52,8 @@ def test_what_follows_from_a_request() -> None:
     request = ExportRequest("model", "out", targets=("onnxruntime", "tensorrt-rtx"), engines=False, batch_size=3)
     assert request.flavour is not None
     assert (request.flavour.name, request.max_batch_size) == ("tensorrt-rtx", 3)
+    cuda = ExportRequest("model", "out", targets=("cuda",), weights="bf16", batch_size=3)
+    assert (cuda.flavour, cuda.network_target, cuda.half) == (None, "cuda", "bf16")
     with pytest.raises(dataclasses.FrozenInstanceError):
         plain.model = "other"
 

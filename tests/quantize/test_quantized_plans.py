@@ -107,7 +107,7 @@ def test_what_tensorrt_does_not_take_is_refused(fields: dict, says: str) -> None
             "mixtral",
             32,
             UnsupportedModelError,
-            "MixtralForCausalLM has experts, which tensorrt takes in fp32, fp16 and",
+            "MixtralForCausalLM has experts, which tensorrt takes in 16 bits or more",
         ),
     ],
 )

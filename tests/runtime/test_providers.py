@@ -75,7 +75,7 @@ def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("provider", "says"),
     [
-        ("cuda", "holds no segment networks: export it with --target tensorrt or tensorrt-rtx"),
+        ("cuda", "holds no segment networks for provider 'cuda': export it with --target cuda"),
         ("tensorrt", "holds no TensorRT plans: build them with `tide-export build .* --target tensorrt`"),
         ("tensorrt-rtx", "holds no TensorRT plans: build them with `tide-export build .* --target tensorrt-rtx`"),
     ],
@@ -195,11 +195,10 @@ def test_auto_falls_back_to_the_cpu_and_says_why_once(built: Path, machine, capl
     with caplog.at_level(logging.INFO, logger="tide_export"):
         assert load(built, threads=1, verify=False).provider == "cpu"
     messages = [record.getMessage() for record in caplog.records]
-    assert [message.split(":")[0] for message in messages[:2]] == ["not running on tensorrt", "not running on cuda"]
+    assert messages[0].startswith("not running on tensorrt: ")
     assert "this one has 9.0" in messages[0]
-    assert "pip install tide_export[gpu]" in messages[1]
-    assert "with ONNX Runtime" in messages[2]
-    assert len(messages) == 3
+    assert "with ONNX Runtime" in messages[1]
+    assert len(messages) == 2
 
 
 def test_auto_takes_engines_that_run_here(built: Path, machine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -224,11 +223,30 @@ def test_auto_does_not_hide_a_damaged_bundle(built: Path, machine, tmp_path: Pat
         open_engine(changed(built, weights_sha256="0" * 64))
 
 
-@pytest.mark.parametrize(("provider", "says"), [("cuda", "no CUDAExecutionProvider: pip install tide_export[gpu]")])
-def test_cuda_without_its_package_is_one_line(demo_bundle: Path, capsys, provider: str, says: str) -> None:
-    assert main(["generate", str(demo_bundle), "--prompt", "a", "--provider", provider, "-q"]) == 2
+def for_cuda(bundle: Path, folder: Path) -> Path:
+    """A copy of a bundle whose manifest says that its networks are for CUDA."""
+    return with_manifest(bundle, folder, targets=("onnxruntime", "cuda"))
+
+
+def test_cuda_without_its_package_is_one_line(demo_bundle: Path, tmp_path: Path, capsys) -> None:
+    bundle = for_cuda(demo_bundle, tmp_path)
+    assert main(["generate", str(bundle), "--prompt", "a", "--provider", "cuda", "-q"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
+    assert "no CUDAExecutionProvider: pip install tide_export[cuda], or use provider 'cpu'" in line
+
+
+def test_networks_of_tensorrt_are_not_run_on_cuda(demo_bundle: Path, machine) -> None:
+    machine((9, 0))
+    with pytest.raises(ProviderError, match="networks for provider 'cuda': export it with --target cuda"):
+        load(demo_bundle, provider="cuda", verify=False)
+    assert load(demo_bundle, threads=1, verify=False).provider == "cpu"
+
+
+def test_auto_tries_networks_for_cuda(demo_bundle: Path, machine, tmp_path: Path, caplog) -> None:
+    machine((9, 0))
+    with caplog.at_level(logging.INFO, logger="tide_export"):
+        assert load(for_cuda(demo_bundle, tmp_path), threads=1, verify=False).provider == "cpu"
+    assert "not running on cuda: this ONNX Runtime has no CUDAExecutionProvider" in caplog.records[0].getMessage()
 
 
 def test_a_network_unlike_its_manifest_is_refused(demo_bundle: Path, tmp_path: Path) -> None:

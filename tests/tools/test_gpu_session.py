@@ -333,10 +333,11 @@ def test_packing_goes_on_where_it_was_cut_off_and_says_what_is_too_large(
     with pytest.raises(KeyboardInterrupt):
         carry.main(arguments)
     assert carry.main([*arguments, "--resume"]) == 0
-    rest = [("fp16", "fp32"), ("bf16", "fp32"), ("libraries", "90")]
+    cuda = [(f"cuda-{weights}", "fp32") for weights in ("bf16", "fp16", "int4")]
+    rest = [("fp16", "fp32"), ("bf16", "fp32"), *cuda, ("libraries", "90")]
     assert exported == [("fp32", None), ("drafter", "fp32"), ("fp16", "fp32"), *rest]
     assert carry.main([*arguments, "--resume", "--limit", "0.001"]) == 1
-    assert len(exported) == 6
+    assert len(exported) == 9
     given = session.brought(session.parsed(["-o", "x", "--carried", str(folder)]))
     assert (next(iter(given.bundles)), given.kernels) == ("fp32", folder / carry.KERNELS)
     assert given.plugins == folder / carry.PLUGINS

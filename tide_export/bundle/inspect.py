@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from tide_export.bundle.attention_kernels import attention_kernels
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.kv_buffers import default_context, is_fused, kv_buffers
 from tide_export.bundle.manifest import INT8_MATMULS, Manifest
@@ -31,7 +32,10 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
         BundleError: the path is not a bundle, or a file is missing, truncated or (with `verify`) corrupt.
     """
     bundle = open_bundle(path, verify=verify)
-    return describe_bundle(bundle, verify) | {"network_weights": _network_weights(bundle)}
+    found: dict[str, Any] = {"network_weights": _network_weights(bundle)}
+    if bundle.manifest.has_cuda_networks:
+        found["attention_kernels"] = attention_kernels(bundle)
+    return describe_bundle(bundle, verify) | found
 
 
 def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
@@ -67,6 +71,7 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "networks": None if manifest.networks is None else asdict(manifest.networks),
         "network_kv": _network_kv(manifest),
         "network_weights": None,
+        "attention_kernels": None,
         "engines": None if manifest.engines is None else asdict(manifest.engines),
         "inputs": [asdict(tensor) for tensor in manifest.inputs],
         "outputs": [asdict(tensor) for tensor in manifest.outputs],
@@ -217,8 +222,8 @@ def _drafter(info: dict[str, Any] | None) -> str:
 
 
 def _network_lines(described: dict[str, Any]) -> list[str]:
-    """Describes the networks and plans for TensorRT, if any."""
-    networks, plans = described["networks"], described["engines"]
+    """Describes the segment networks, and what runs them, if any."""
+    networks, plans, kernels = described["networks"], described["engines"], described["attention_kernels"]
     if networks is None:
         return []
     kv, weights = described["network_kv"], described["network_weights"]
@@ -226,15 +231,18 @@ def _network_lines(described: dict[str, Any]) -> list[str]:
         "",
         f"networks   {_precision(networks)}, K/V buffers of {networks['capacity']} tokens, runs over at most "
         f"{networks['max_tokens']}, {networks['max_batch_size']} sequences in a batch",
-        f"K/V        {size(kv['held'])} on the GPU for each sequence, however short; a token at full depth copies "
-        f"{size(kv['copied'])} and reads {size(kv['read'])} of it at {kv['context']} tokens",
+        f"K/V        {size(kv['held'])} on the GPU for each sequence, however short; a token at full depth "
+        + ("" if kernels is not None else f"copies {size(kv['copied'])} and ")
+        + f"reads {size(kv['read'])} of it at {kv['context']} tokens",
     ]
     if weights is not None:
         shared = "none: a tied embedding" if networks.get("embedding") is None else "the embedding alone: shortlists"
         lines.append(
             f"memory     {size(weights['size'])} of weights, {size(weights['repeated'])} of them copies, because "
-            f"plans share {shared}, tables of positions"
+            f"networks share {shared}, tables of positions"
         )
+    if kernels is not None:
+        return [*lines, f"attention  {_attention(kernels)}"]
     if plans is None:
         return [*lines, "plans      none: tide-export build builds them"]
     gpus = ", ".join(plans["compute_capabilities"]) or "of all GPUs it supports"
@@ -248,6 +256,16 @@ def _network_lines(described: dict[str, Any]) -> list[str]:
         f"plugins    {_plugins(plans['plugins'])}",
         *([] if plans["built"] is None else [_built_table(plans["built"])]),
     ]
+
+
+def _attention(kernels: list[dict[str, Any]]) -> str:
+    """Describes the kernels of ONNX Runtime's attention by `attention_kernels.attention_kernels`."""
+    kinds = (
+        f"{one['kernel']} in {one['layers']} layers (heads of {one['head_dim']}, {one['group']} per K/V head"
+        + (", a softcap)" if one["softcap"] else ")")
+        for one in kernels
+    )
+    return f"of one new token by {', '.join(kinds)}, of more by Flash; CUDA kernels of onnxruntime 1.31"
 
 
 def _precision(networks: dict[str, Any]) -> str:

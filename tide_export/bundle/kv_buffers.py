@@ -66,4 +66,5 @@ def kv_buffers(manifest: Manifest, layers: range, context: int, fused: bool) -> 
     rows = min(info.capacity, -(-context // BLOCK_ROWS) * BLOCK_ROWS) if fused else info.capacity
     attentions = manifest.model.attentions(layers)
     stored = [i for i in sources if i in attentions]
-    return KvBuffers(size(stored, info.capacity), size(sources, info.capacity), size(attentions, rows))
+    copied = 0 if manifest.has_cuda_networks else size(sources, info.capacity)
+    return KvBuffers(size(stored, info.capacity), copied, size(attentions, rows))

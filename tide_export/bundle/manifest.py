@@ -41,8 +41,9 @@ NETWORK_MATRICES = (INT4, FP8)  # of segment networks in half precision
 FLOAT32_KV, INT8_KV = "float32", "int8"
 KV_CACHES = (FLOAT32_KV, INT8_KV)
 SCALE_BYTES = 4  # after the numbers of a token's keys or values of a head in int8: their scale, a float32
-TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
-FLAVOURS = TARGETS[1:]
+CUDA = "cuda"  # segment networks for ONNX Runtime's CUDA provider
+FLAVOURS = ("tensorrt", "tensorrt-rtx")  # segment networks for these, and engines
+TARGETS = ("onnxruntime", CUDA, *FLAVOURS)
 EXPORT_AGAIN = "export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers)"
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
@@ -138,6 +139,11 @@ class Manifest:
     def kv_dtype(self) -> str:
         """The dtype of the K/V pages, by numpy's name."""
         return self.kv_cache or FLOAT32_KV
+
+    @property
+    def has_cuda_networks(self) -> bool:
+        """Whether the segment networks are for ONNX Runtime's CUDA provider, not for TensorRT."""
+        return self.networks is not None and CUDA in self.targets
 
     @property
     def has_drafter_network(self) -> bool:
@@ -334,8 +340,11 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         drafter = [DRAFTER] if manifest.has_drafter_network else []
         for file in map(network_file, [*parts, *drafter]):
             require(file in manifest.files, "files", f"does not list {file}")
+    kinds = [target for target in manifest.targets if target in (CUDA, *FLAVOURS)]
+    require(len(kinds) < 2, "targets", f"must name one of {', '.join((CUDA, *FLAVOURS))} at most")
     if plans is not None:
         require(networks is not None, "engines", "needs the field 'networks'")
+        require(CUDA not in kinds, "engines", f"are not built from networks for {CUDA}")
         require(plans.flavour in FLAVOURS, "engines.flavour", f"must be one of {', '.join(FLAVOURS)}")
         require(bool(plans.profiles), "engines.profiles", "must not be empty")
         for profile in plans.profiles:

@@ -17,11 +17,13 @@ from tide_export.names.networks import AFTER_SEGMENTS, HEAD, segment_name
 # Numbers of the fields in onnx.proto (github.com/onnx/onnx).
 MODEL_GRAPH = 7
 GRAPH_NODE, GRAPH_INITIALIZER = 1, 5
-NODE_INPUT, NODE_OP_TYPE = 1, 4
+NODE_INPUT, NODE_OP_TYPE, NODE_ATTRIBUTE = 1, 4, 5
+ATTRIBUTE_NAME, ATTRIBUTE_FLOAT, ATTRIBUTE_INTEGER = 1, 2, 3
 TENSOR_DIMS, TENSOR_NAME, TENSOR_EXTERNAL_DATA = 1, 8, 13
 ENTRY_KEY, ENTRY_VALUE = 1, 2
 # Inputs of operators that read a few rows of a table, and not all of it.
-ROWS_OF = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2)}
+ROWS_OF = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2), ("GatherBlockQuantized", 0)}
+ROWS_OF |= {("GatherBlockQuantized", 2), ("GroupQueryAttention", 7), ("GroupQueryAttention", 8)}
 
 
 SHARED = -1  # offset of the input EMBEDDING
@@ -108,18 +110,18 @@ def parse_network(content: bytes) -> NetworkWeights:
     stored: dict[str, tuple[int, int, int]] = {}  # offset, size and rank
     readers = defaultdict[str, set[tuple[str, int]]](set)
     attentions = 0
-    for graph in _messages(content, MODEL_GRAPH):
-        for tensor in _messages(graph, GRAPH_INITIALIZER):
+    for graph in messages(content, MODEL_GRAPH):
+        for tensor in messages(graph, GRAPH_INITIALIZER):
             entries = {
-                _text(entry, ENTRY_KEY): _text(entry, ENTRY_VALUE) for entry in _messages(tensor, TENSOR_EXTERNAL_DATA)
+                text(entry, ENTRY_KEY): text(entry, ENTRY_VALUE) for entry in messages(tensor, TENSOR_EXTERNAL_DATA)
             }
             if entries:
-                rank = sum(number == TENSOR_DIMS for number, _ in _fields(tensor))
-                stored[_text(tensor, TENSOR_NAME)] = (int(entries.get("offset", 0)), int(entries["length"]), rank)
-        for node in _messages(graph, GRAPH_NODE):
-            op_type = _text(node, NODE_OP_TYPE)
-            attentions += op_type == "Attention"
-            for index, read in enumerate(_messages(node, NODE_INPUT)):
+                rank = sum(number == TENSOR_DIMS for number, _ in fields(tensor))
+                stored[text(tensor, TENSOR_NAME)] = (int(entries.get("offset", 0)), int(entries["length"]), rank)
+        for node in messages(graph, GRAPH_NODE):
+            op_type = text(node, NODE_OP_TYPE)
+            attentions += op_type in ("Attention", "GroupQueryAttention")
+            for index, read in enumerate(messages(node, NODE_INPUT)):
                 readers[read.decode()].add((op_type, index))
     weights = []
     for name, (offset, size, rank) in stored.items():
@@ -128,17 +130,17 @@ def parse_network(content: bytes) -> NetworkWeights:
     return NetworkWeights(tuple(weights), attentions)
 
 
-def _messages(content: bytes, number: int) -> list[bytes]:
+def messages(content: bytes, number: int) -> list[bytes]:
     """Returns the values of one field of a protobuf message that are messages or texts."""
-    return [value for field, value in _fields(content) if field == number and isinstance(value, bytes)]
+    return [value for field, value in fields(content) if field == number and isinstance(value, bytes)]
 
 
-def _text(content: bytes, number: int) -> str:
+def text(content: bytes, number: int) -> str:
     """Returns the last value of a text field; empty if there is none."""
-    return (_messages(content, number) or [b""])[-1].decode()
+    return (messages(content, number) or [b""])[-1].decode()
 
 
-def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
+def fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yields number and value of each field of a message (protobuf.dev/programming-guides/encoding)."""
     at = 0
     while at < len(content):

@@ -149,7 +149,7 @@ def predict(bundle: Bundle, gpu: str, context: int | None = None) -> Roofline:
     manifest = bundle.manifest
     info = manifest.networks
     if info is None:
-        raise BundleError(f"bundle '{bundle.path}' holds no segment networks: export it with --target tensorrt")
+        raise BundleError(f"bundle '{bundle.path}' holds no segment networks: export it with --target cuda")
     name, bandwidth = bandwidth_of(gpu)
     tokens = default_context(info.capacity) if context is None else context
     whole_number("context", tokens, 1, info.capacity, ConfigError)

@@ -147,7 +147,7 @@ def _add_export(commands, config: bool) -> None:
         "--weights",
         choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS, *NETWORK_MATRICES))),
         help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: the model's GPTQ, AWQ, bf16 or fp16, else fp32); "
-        "tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
+        "cuda: bf16, fp16 or int4 (auto: else fp16); tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
     )
     parser.add_argument(
         "--quantization", metavar="X", help="int8, int4: rtn (round to nearest) or gptq (on text) (rtn)"
@@ -337,7 +337,7 @@ def _add_batch_size(parser: argparse.ArgumentParser, default: str) -> None:
         "--batch-size",
         type=int,
         metavar="N",
-        help=f"tensorrt and tensorrt-rtx: maximum prompts in a batch ({default})",
+        help=f"cuda, tensorrt and tensorrt-rtx: maximum prompts in a batch ({default})",
     )
 
 

@@ -14,6 +14,7 @@ from tide_export.bundle.manifest import INT8_MATMULS, Manifest, Quantization
 from tide_export.compose.drafter_networks import EMBEDDINGS, DrafterPieces, compose_drafter
 from tide_export.errors import DraftError
 from tide_export.graph.rewriting import FLOAT, HALF, replace_value, required
+from tide_export.lower.cuda.lower import drafter_for_cuda
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.drafter_for_tensorrt import drafter_for_tensorrt
 from tide_export.model.quantized_weights import QuantizedWeights
@@ -56,7 +57,8 @@ def save_drafter(folder: Path, pieces: DrafterPieces, file: Path) -> None:
 def save_drafter_segment(folder: Path, pieces: DrafterPieces, manifest: Manifest, file: Path) -> None:
     """Writes the network that runs with segment networks to `file`, for the bundle in `folder`."""
     weights = required(manifest.networks).weights
-    model = drafter_for_tensorrt(pieces, weights)
+    lower = drafter_for_cuda if manifest.has_cuda_networks else drafter_for_tensorrt
+    model = lower(pieces, weights)
     put_before(model, embedding_of(folder / network_file(segment_name(0)), HALF.get(weights, FLOAT)))
     ir.save(model, file)
 

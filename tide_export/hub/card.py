@@ -90,6 +90,8 @@ def _commands(manifest: Manifest, repo: str, revision: str | None) -> str:
     engines = (
         "" if manifest.networks is None else f"\n\nTensorRT: `tide-export build {folder}` on the GPU's machine first."
     )
+    if manifest.has_cuda_networks:
+        engines = "\n\nOn an NVIDIA GPU: `pip install 'tide_export[cuda]'`."
     chat = " --chat" if TEMPLATE_FILE in manifest.files else ""
     return (
         "## Run it\n\n"

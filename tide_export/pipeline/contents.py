@@ -22,6 +22,8 @@ from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import ModelError
 from tide_export.graph.builder import OPSET
 from tide_export.graph.rewriting import required
+from tide_export.lower.cuda.kernels import check_kernels
+from tide_export.lower.cuda.lower import networks_for_cuda
 from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
@@ -62,13 +64,16 @@ def write_networks(
     folder: Path, request: ExportRequest, manifest: Manifest, pieces: Pieces, routers: RouterSet, source: SourceModel
 ) -> Manifest:
     """Writes segment networks if `request` has a target for them; returns the updated manifest."""
-    if request.flavour is None:
+    if request.network_target is None:
         return manifest
     weights, length = request.network_weights(source.exact_in), required(manifest.model.context_length)
-    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), length, weights, source.quantized)
+    lower = networks_for_cuda if request.for_cuda else networks_for_tensorrt
+    networks = lower(pieces, routers.arrays(), routers.lens_arrays(), length, weights, source.quantized)
+    if request.for_cuda:
+        check_kernels(networks.models)
     networks.save(folder)
     info = networks.info(manifest, request.max_batch_size)
-    return replace(manifest, targets=("onnxruntime", request.flavour.name), networks=info)
+    return replace(manifest, targets=("onnxruntime", request.network_target), networks=info)
 
 
 def save_graph(graph: ir.Model, folder: Path, manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import stage
 from tide_export.compose.cut import Pieces, cut
+from tide_export.lower.cuda.lower import check_for_cuda
 from tide_export.lower.tensorrt.lower import check_pieces
 from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
@@ -95,6 +96,7 @@ def trace_and_cut(
         traced = trace(source, checkpoints, length, bool(taps), request.lora_rank)
     with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):
         pieces = cut(traced, length, taps)
-    if request.flavour is not None:
-        check_pieces(pieces, request.network_weights(source.exact_in))
+    if request.network_target is not None:
+        check = check_for_cuda if request.for_cuda else check_pieces
+        check(pieces, request.network_weights(source.exact_in))
     return pieces

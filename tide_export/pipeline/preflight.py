@@ -128,10 +128,10 @@ def _check_state(source: SourceModel, request: ExportRequest) -> None:
     """Refuses targets and options that recurrent states do not allow."""
     if not keeps_state(source):
         return
-    if request.flavour is not None:
+    if request.network_target is not None:
         raise UnsupportedModelError(
-            f"{source.architecture} keeps recurrent states, which TensorRT's networks cannot take back when drafts are "
-            "rejected: export it for target onnxruntime"
+            f"{source.architecture} keeps recurrent states, which the networks of {request.network_target} cannot take "
+            "back when drafts are rejected: export it for target onnxruntime"
         )
 
 
@@ -163,7 +163,7 @@ def _check_space(source: SourceModel, request: ExportRequest, folder: Path) -> N
     """Checks that the disk has room for the decoder layers' weights, the minimum of every bundle."""
     settings = request.quantization_settings or (None if source.quantized is None else source.quantized.settings)
     bits = (16 if request.half else 32) if settings is None else settings.bits
-    if request.flavour is not None:
+    if request.network_target is not None:
         bits += BITS.get(request.weights, 32)
     parameters = {id(parameter): parameter for layer in source.structure.layers for parameter in layer.parameters()}
     needed = sum(parameter.numel() for parameter in parameters.values()) * bits // 8

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec, Protocol, overload
 
 from tide_export.bundle.manifest import (
+    CUDA,
     INT8_KV,
     NETWORK_MATRICES,
     NETWORK_PRECISIONS,
@@ -16,7 +17,7 @@ from tide_export.bundle.manifest import (
     WEIGHTS,
     Quantization,
 )
-from tide_export.bundle.plan_fields import FP8
+from tide_export.bundle.plan_fields import FP8, INT4
 from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
 from tide_export.calibration.config import TideConfig
 from tide_export.errors import ConfigError
@@ -28,6 +29,7 @@ from tide_export.runtime.tensorrt.plugins import NONE, PluginLibrary, plugins_to
 
 P = ParamSpec("P")
 AUTO = "auto"
+CUDA_WEIGHTS = (AUTO, "bf16", "fp16", INT4)  # GroupQueryAttention has no kernel in float32
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,14 @@ class ExportRequest:
         routers: a router file; None: routers are calibrated first.
         config: calibration settings and the bundle's default thresholds, min_layers, max_pending and
             compaction_threshold.
-        targets: "onnxruntime", which every bundle has, and one of "tensorrt" and "tensorrt-rtx", which add segment
-            networks and plans.
+        targets: "onnxruntime", which every bundle has, and one of "cuda", "tensorrt" and "tensorrt-rtx", which add
+            segment networks, the last two plans as well.
         weights: precision of the weights. Only for ONNX Runtime: "fp32", "bf16", "fp16", "int8" or "int4" for the
-            graph's matrices. With TensorRT: "fp32", "fp16" or "bf16" for the segment networks, and the graph is fp32;
-            or "int4" or "fp8" for the layers' matrices in networks and graph (which stores fp8 as float32). "auto",
-            only for ONNX Runtime: the integers of a GPTQ or AWQ model; else bf16 or fp16 if that is lossless and
-            its operators are installed; else fp32.
+            graph's matrices. With "cuda": "bf16", "fp16" or "int4", of graph and networks. With TensorRT: "fp32",
+            "fp16" or "bf16" for the segment networks, and the graph is fp32; or "int4" or "fp8" for the layers'
+            matrices in networks and graph (which stores fp8 as float32). "auto", for ONNX Runtime: the integers of a
+            GPTQ or AWQ model; else bf16 or fp16 if that is lossless and its operators are installed; else fp32,
+            with "cuda" fp16.
         quantization, block_size, accuracy_level, symmetric: options of int8 and int4 (see `quantize.settings`);
             accuracy_level also applies to the model's own integers.
         engines: build TensorRT plans; without, `plans.rebuild` can add them to the bundle.
@@ -60,7 +63,7 @@ class ExportRequest:
         draft_head: a published EAGLE-3 head, folder or hub id; the model itself, for the MTP layer in its checkpoint;
             or "none". None: for ONNX Runtime alone, that MTP layer if there is one and drafts by it are measured to
             pay here.
-        batch_size: maximum sequences per step with TensorRT; None: `bundle.profiles.BATCH_SIZE`.
+        batch_size: maximum sequences per step of segment networks; None: `bundle.profiles.BATCH_SIZE`.
         device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
             devices or on disk, and each weight is read when it is written.
         trust_remote_code: run Python code from the model's folder (see `model.source.load_model`).
@@ -102,9 +105,9 @@ class ExportRequest:
         self._check_kv_cache()
         self._check_lora()
         self._check_draft_head()
-        if self.batch_size is not None and self.flavour is None:
+        if self.batch_size is not None and self.network_target is None:
             raise ConfigError(
-                "batch_size is for targets tensorrt and tensorrt-rtx: onnxruntime takes batches as they come"
+                "batch_size is for targets cuda, tensorrt and tensorrt-rtx: onnxruntime takes batches as they come"
             )
         check_batch_size(self.max_batch_size)
         if not (self.engines and self.flavour) and self.plugins not in (None, NONE):
@@ -115,6 +118,15 @@ class ExportRequest:
     def flavour(self) -> Flavour | None:
         """The flavour of TensorRT among the targets, or None."""
         return next((FLAVOURS[target] for target in self.targets if target in FLAVOURS), None)
+
+    @property
+    def network_target(self) -> str | None:
+        """The target that has segment networks, or None."""
+        return next((target for target in self.targets if target in (CUDA, *FLAVOURS)), None)
+
+    @property
+    def for_cuda(self) -> bool:
+        return self.network_target == CUDA
 
     @cached_property
     def plugin_library(self) -> PluginLibrary | None:
@@ -161,15 +173,15 @@ class ExportRequest:
         return BATCH_SIZE if self.batch_size is None else self.batch_size
 
     def _check_kv_cache(self) -> None:
-        if self.config.kv_cache == INT8_KV and self.flavour is not None:
-            raise ConfigError(f"kv_cache int8 is for target onnxruntime alone: {self.flavour.name} takes float32")
+        if self.config.kv_cache == INT8_KV and self.network_target is not None:
+            raise ConfigError(f"kv_cache int8 is for target onnxruntime alone, not for {self.network_target}")
 
     def _check_lora(self) -> None:
         if isinstance(self.lora_rank, bool) or not isinstance(self.lora_rank, int) or self.lora_rank < 0:
             raise ConfigError(f"lora_rank must be a whole number, 0 or more, not {self.lora_rank!r}")
-        if self.lora_rank and self.flavour is not None:
+        if self.lora_rank and self.network_target is not None:
             raise ConfigError(
-                f"lora_rank is for target onnxruntime alone: networks of {self.flavour.name} read no adapters"
+                f"lora_rank is for target onnxruntime alone: networks of {self.network_target} read no adapters"
             )
 
     @property
@@ -180,13 +192,13 @@ class ExportRequest:
     @property
     def looks_for_own_head(self) -> bool:
         """Whether an MTP layer in the checkpoint is read without being asked for."""
-        return self.draft_head is None and self.flavour is None and self.device_map is None
+        return self.draft_head is None and self.network_target is None and self.device_map is None
 
     def _check_draft_head(self) -> None:
-        if self.draft_head not in (None, NONE) and self.flavour is not None and not self.reads_own_head:
+        if self.draft_head not in (None, NONE) and self.network_target is not None and not self.reads_own_head:
             raise ConfigError(
                 f"an EAGLE-3 head as draft_head is for target onnxruntime alone: it reads hidden states that the "
-                f"segment networks of {self.flavour.name} do not give"
+                f"segment networks of {self.network_target} do not give"
             )
 
     def _check_targets(self) -> None:
@@ -196,15 +208,19 @@ class ExportRequest:
         known = (AUTO, *NETWORK_PRECISIONS, *QUANTIZED, FP8)
         if self.weights not in known:
             raise ConfigError(f"weights {self.weights!r} are not in this release: use one of {', '.join(known)}")
-        if len({target for target in self.targets if target in FLAVOURS}) > 1:
-            raise ConfigError("a bundle holds the plans of one flavour: give target tensorrt or tensorrt-rtx, not both")
+        if len({target for target in self.targets if target in (CUDA, *FLAVOURS)}) > 1:
+            raise ConfigError(
+                "a bundle holds the segment networks of one target: give one of cuda, tensorrt and tensorrt-rtx"
+            )
+        if self.for_cuda and self.weights not in CUDA_WEIGHTS:
+            raise ConfigError(f"target cuda takes weights bf16, fp16 or int4, not {self.weights!r}")
         if self.flavour is not None and self.weights not in (AUTO, *NETWORK_PRECISIONS, *NETWORK_MATRICES):
             raise ConfigError(
                 f"weights {self.weights!r} are for target onnxruntime alone: {self.flavour.name} takes fp32, fp16, "
                 "bf16, int4 or fp8"
             )
-        if self.flavour is not None and self.symmetric is False:
-            raise ConfigError(f"--symmetric no is for target onnxruntime: {self.flavour.name} takes no zero points")
+        if self.network_target is not None and self.symmetric is False:
+            raise ConfigError(f"--symmetric no is for target onnxruntime: {self.network_target} takes no zero points")
         if self.flavour is None and self.weights not in (AUTO, *WEIGHTS):
             raise ConfigError(
                 f"weights {self.weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, bf16, "

@@ -19,7 +19,7 @@ from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.fp8 import quantize_to_fp8
 from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
-from tide_export.quantize.rounding import round_for_tensorrt, round_to_nearest
+from tide_export.quantize.rounding import Rounding, round_for_tensorrt, round_to_nearest, round_with_scales_in
 from tide_export.runtime.tensorrt.flavours import Flavour
 
 logger = logging.getLogger("tide_export")
@@ -41,7 +41,10 @@ def choose_weights(source: SourceModel, request: ExportRequest) -> ExportRequest
             raise ConfigError(f"{source.name} has no integers that are kept: --accuracy-level is for int8 and int4")
         settings = replace(source.quantized.settings, accuracy_level=request.accuracy_level)
         source.quantized = replace(source.quantized, settings=settings)
-    return replace(request, weights=source.exact_in[0] if source.exact_in else "fp32", accuracy_level=None)
+    if request.for_cuda and source.quantized is not None:
+        _check_integers(source)
+    otherwise = "fp16" if request.for_cuda else "fp32"
+    return replace(request, weights=(*source.exact_in, otherwise)[0], accuracy_level=None)
 
 
 def explain_weights(source: SourceModel, request: ExportRequest) -> None:
@@ -59,10 +62,15 @@ def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
     settings = request.quantization_settings
     if request.flavour is None:
         if settings is not None:
-            quantize_model(source, settings, quantization_text(source, request))
+            rounding: Rounding = round_to_nearest
+            if request.for_cuda:
+                _refuse_experts(source, request)
+                rounding = round_with_scales_in(HALF[request.network_weights(source.exact_in)].numpy())
+            quantize_model(source, settings, quantization_text(source, request), rounding)
     elif request.weights in NETWORK_MATRICES:
         half = HALF[request.network_weights(source.exact_in)].numpy()
-        _check_matrices(source, request.weights, request.flavour, settings)
+        _refuse_experts(source, request)
+        _check_blocks(source, request.flavour, settings)
         text = quantization_text(source, request)
         if settings is None:
             quantize_to_fp8(source, text, half)
@@ -88,16 +96,29 @@ def lowering(source: SourceModel, request: ExportRequest, matrices: Mapping[str,
     )
 
 
-def _check_matrices(source: SourceModel, weights: str, flavour: Flavour, settings: Quantization | None) -> None:
-    """Refuses matrices that TensorRT does not take quantized, before the long quantization."""
-    matrices = find_matrices(source)
-    if any(matrices.experts):
+def _check_integers(source: SourceModel) -> None:
+    """Refuses a checkpoint's own integers, which are kept, for which the networks of CUDA have no field."""
+    settings = None if source.quantized is None else source.quantized.settings
+    if settings is not None and settings.bits != 4:
         raise UnsupportedModelError(
-            f"{source.architecture} has experts, which {flavour.name} takes in fp32, fp16 and bf16 alone, not in "
-            f"{weights}"
+            f"{source.name} has integers of {settings.bits} bits, and target cuda takes those of 4: give --weights bf16"
         )
+
+
+def _refuse_experts(source: SourceModel, request: ExportRequest) -> None:
+    """Refuses quantized experts before the long quantization."""
+    if any(find_matrices(source).experts):
+        raise UnsupportedModelError(
+            f"{source.architecture} has experts, which {request.network_target} takes in 16 bits or more alone, not in "
+            f"{request.weights}"
+        )
+
+
+def _check_blocks(source: SourceModel, flavour: Flavour, settings: Quantization | None) -> None:
+    """Refuses matrices that TensorRT does not take quantized, before the long quantization."""
     if settings is None:
         return
+    matrices = find_matrices(source)
     columns = {matrix.columns: matrix.name for layer in matrices.linear for matrix in layer.values()}
     for count, name in columns.items():
         if count % settings.block_size:

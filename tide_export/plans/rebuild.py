@@ -34,8 +34,8 @@ def rebuild(
 
     Raises:
         BundleError: the path is not a bundle, is damaged, or another process is writing it.
-        BuildError: the bundle holds no segment networks, they take one sequence and `batch_size` is above 1, or an
-            plan could not be built; the bundle is unchanged.
+        BuildError: the bundle holds no segment networks for TensorRT, they take one sequence and `batch_size` is above
+            1, or a plan could not be built; the bundle is unchanged.
         ProviderError: the library is not installed, or the plugin library is missing or does not fit.
         ConfigError: plugins are given for tensorrt-rtx, which takes none, or the batch size is invalid.
     """
@@ -45,6 +45,11 @@ def rebuild(
         raise BuildError(
             f"bundle '{opened.path}' holds no segment networks to build from: export it with --target tensorrt or "
             "tensorrt-rtx"
+        )
+    if manifest.has_cuda_networks:
+        raise BuildError(
+            f"the networks of bundle '{opened.path}' are for provider cuda, which needs no engines: for TensorRT "
+            "export it with --target tensorrt or tensorrt-rtx"
         )
     if batch_size is not None:
         if batch_size != 1 == manifest.networks.max_batch_size:

@@ -52,6 +52,16 @@ def _rounded(weight: np.ndarray, scales: np.ndarray, settings: Quantization) -> 
     return Blocks.from_integers(integers, scales, np.full_like(scales, zero), settings)
 
 
+def round_with_scales_in(half: np.dtype) -> Rounding:
+    """Returns `round_to_nearest`, without zero points, with scales that are numbers of type `half`."""
+
+    def rounded(weight: np.ndarray, settings: Quantization) -> Blocks:
+        scales = round_to_nearest(weight, settings).scales
+        return _rounded(weight, scales.astype(half).astype(np.float32), settings)
+
+    return rounded
+
+
 def round_for_tensorrt(half: np.dtype) -> Rounding:
     """Returns a `Rounding` for TensorRT, which takes no zero points and only positive scales.
 

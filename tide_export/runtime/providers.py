@@ -14,6 +14,7 @@ from tide_export.bundle.opened import Bundle
 from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError, ProviderError
 from tide_export.runtime.callers_networks import load_arguments
+from tide_export.runtime.cuda_libraries import check_packages, preload_cuda
 from tide_export.runtime.native import Owned, created, onnxruntime_library
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.gpu import compute_capability
@@ -86,7 +87,7 @@ def _check(
 def _candidates(bundle: Bundle) -> list[str]:
     """Returns the bundle's providers that are faster than the CPU, fastest first."""
     candidates = [] if bundle.manifest.engines is None else [bundle.manifest.engines.flavour]
-    if bundle.manifest.networks is not None and compute_capability() is not None:
+    if bundle.manifest.has_cuda_networks and compute_capability() is not None:
         candidates.append("cuda")
     return candidates
 
@@ -97,6 +98,10 @@ def _open(bundle: Bundle, provider: str, options: dict[str, Any], plugins: str |
             f"provider '{provider}' needs ONNX Runtime: pip install tide_export[cpu], or name its library in the "
             "environment variable TIDE_ONNXRUNTIME"
         )
+    if provider == "cuda":
+        check_packages()
+    if provider not in ("cpu", NETWORKS):
+        preload_cuda()
     load_options = {name: value for name, value in options.items() if value is not None} | {"provider": provider}
     if provider in FLAVOURS:
         handle = open_plans(bundle, provider, load_options, plugins)

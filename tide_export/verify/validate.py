@@ -332,6 +332,9 @@ def _engines(
     if provider is None and networks is not None:
         # ONNX Runtime does not run bfloat16 on the CPU.
         half = networks.weights == "bf16"
+        if half and bundle.manifest.has_cuda_networks:
+            logger.warning("the networks are bfloat16 for CUDA, which nothing runs on a CPU: give --provider cuda")
+            return engines
         engine = open_torch(bundle) if half else open_engine(bundle, "cpu-networks", threads)
         engines.append(EngineUnderTest("segments", engine, TOLERANCES[networks.precision]))
     return engines

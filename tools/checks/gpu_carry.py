@@ -4,12 +4,13 @@
                                      [--shape BUNDLE] [--limit MIB] [--resume]
 
 FOLDER/bundles gets a bundle each in float32, float16 and bfloat16, without what a session does not read, the one in
-float32 with a drafter. FOLDER/libtide_kernels.so and libtide_plugins.so get the kernels and the plugin for these GPUs,
-compiled with nvcc: with TensorRT's headers where TENSORRT_ROOT has them, else with what the tests declare of them,
-which makes the same machine code. Without `--routers` routers are calibrated briefly, and the drafter is trained for a
-minute. Of `--shape`, a bundle of a model as large as people serve, the networks alone are packed: exits are timed on
-random weights. The bundles are not compared with the model here: the session does that. `--resume` goes on where a run
-before was cut off. Exit code 1 where FOLDER is larger than the limit (48 MiB).
+float32 with a drafter, and one each for ONNX Runtime on CUDA in bfloat16, float16 and int4. FOLDER/libtide_kernels.so
+and libtide_plugins.so get the kernels and the plugin for these GPUs, compiled with nvcc: with TensorRT's headers where
+TENSORRT_ROOT has them, else with what the tests declare of them, which makes the same machine code. Without `--routers`
+routers are calibrated briefly, and the drafter is trained for a minute. Of `--shape`, a bundle of a model as large as
+people serve, the networks alone are packed: exits are timed on random weights. The bundles are not compared with the
+model here: the session does that. `--resume` goes on where a run before was cut off. Exit code 1 where FOLDER is larger
+than the limit (60 MiB).
 """
 
 import argparse
@@ -22,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpu_machine import headers
-from gpu_steps import DECLARED, KERNELS, PLUGINS, ROOT, SHAPE, WEIGHTS
+from gpu_steps import CUDA, CUDA_WEIGHTS, DECLARED, KERNELS, PLUGINS, ROOT, SHAPE, WEIGHTS
 
 from tide_export.bundle.file_names import DRAFTER_FILE, EMBEDDING_FILE, MANIFEST_FILE, ROUTERS_FILE, WEIGHTS_FILE
 from tide_export.bundle.manifest import Manifest
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--architectures", default="80,86,89,90,120", help="of the kernels (80,86,89,90,120); '' for none"
     )
     parser.add_argument("--shape", type=Path, metavar="BUNDLE", help="with segment networks; packed without weights")
-    parser.add_argument("--limit", type=float, default=48, metavar="MIB", help="of the folder (48)")
+    parser.add_argument("--limit", type=float, default=60, metavar="MIB", help="of the folder (60)")
     parser.add_argument("--resume", action="store_true", help="keep what a run before has finished")
     options = parser.parse_args(arguments)
     folder, begun = options.output.resolve(), time.perf_counter()
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     (folder / "bundles").mkdir(parents=True, exist_ok=True)
     routers = options.routers and options.routers.resolve()
-    for weights in WEIGHTS:
+    for weights in (*WEIGHTS, *(CUDA + weights for weights in CUDA_WEIGHTS)):
         bundle = folder / "bundles" / weights
         if not (bundle / MANIFEST_FILE).is_file():
             export_bundle(options.model, bundle, weights, routers)
@@ -68,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     return int(size > options.limit)
 
 
-def export_bundle(model: str, bundle: Path, weights: str, routers: Path | None) -> None:
-    """Writes segment networks in one precision beside the graph."""
+def export_bundle(model: str, bundle: Path, name: str, routers: Path | None) -> None:
+    """Writes segment networks in one precision beside the graph; `name`: as in `gpu_steps.Given`."""
     from tide_export import TideConfig, export
 
     export(
@@ -77,8 +78,8 @@ def export_bundle(model: str, bundle: Path, weights: str, routers: Path | None) 
         bundle,
         routers=routers,
         config=TideConfig.model_validate(BRIEFLY),
-        targets=("tensorrt",),
-        weights=weights,
+        targets=("cuda" if name.startswith(CUDA) else "tensorrt",),
+        weights=name.removeprefix(CUDA),
         engines=False,
         validate=False,
         report=False,
@@ -99,9 +100,9 @@ def run(*command: str) -> None:
 
 def strip(bundle: Path) -> None:
     """Takes out of a bundle what a session does not read: the report, and what runs on the CPU (the graph's weights,
-    its networks for batches), unless it is in float32, which others are compared with."""
+    its networks for batches), unless it or another is compared with that."""
     manifest = Manifest.from_json((bundle / MANIFEST_FILE).read_text())
-    unread = ("report.", *(() if bundle.name == "fp32" else ("batch/", WEIGHTS_FILE)))
+    unread = ("report.", *(() if bundle.name in ("fp32", f"{CUDA}int4") else ("batch/", WEIGHTS_FILE)))
     for name in [name for name in manifest.files if name.startswith(unread)]:
         (bundle / name).unlink(missing_ok=True)
     write_manifest(bundle, replace(manifest, files={}))

@@ -24,7 +24,9 @@ from gpu_machine import (
     torch_on_gpu,
 )
 
-WEIGHTS = ("fp32", "fp16", "bf16")
+WEIGHTS = ("fp32", "fp16", "bf16")  # of bundles for TensorRT
+CUDA = "cuda-"  # bundles for ONNX Runtime on CUDA, by name; one in int4 is compared with its own graph
+CUDA_WEIGHTS = ("bf16", "fp16", "int4")
 ROOTS = {"tensorrt": "TENSORRT_ROOT", "tensorrt-rtx": "TENSORRT_RTX_ROOT"}  # variables that name a flavour's headers
 DECLARED = ROOT / "tests" / "plugins" / "declared"  # of TensorRT's headers what the plugins use: the same machine code
 KERNELS, PLUGINS = "libtide_kernels.so", "libtide_plugins.so"
@@ -52,6 +54,7 @@ found = [engine.generate(range(5, 25), mode="lossless", **given) for _ in range(
 print(found.stats.learned_drafted, "drafted,", found.stats.learned_accepted, "accepted")
 sys.exit(0 if found.tokens == full.tokens and found.stats.learned_drafted else "no drafts, or other tokens than full's")
 """
+EQUAL = "logits, exits and tokens against the graph on the CPU, and times"
 SANITIZERS = {"memcheck": "bad address", "racecheck": "race"}
 SANITIZERS |= {"initcheck": "read of what nothing wrote", "synccheck": "barrier that some threads miss"}
 
@@ -83,8 +86,8 @@ class Given:
     """What was brought along.
 
     Attributes:
-        bundles: with segment networks, by name; the first is in float32, and the others are of the same model. Without
-            any the demo model is exported here.
+        bundles: with segment networks, by name, those for CUDA after `CUDA`; the first is in float32, and the others
+            are of the same model. Without any the demo model is exported here.
         kernels: `libtide_kernels.so` for this GPU; None: it is compiled here.
         plugins: `libtide_plugins.so`, likewise.
         shape: networks without weights, to time exits on.
@@ -110,10 +113,15 @@ def steps(folder: Path, given: Given) -> list[Step]:
         Step("library", "the runtime's library is there, or compiles", (PYTHON, "-c", LIBRARY), MAX_SECONDS),
     ]
     if not bundles:
-        bundles = {weights: folder / f"bundle-{weights}" for weights in WEIGHTS}
-        exported = {weights: (f"export-{weights}",) for weights in WEIGHTS}
-        found += [_export_step(weights, target) for weights, target in bundles.items()]
+        names = [*WEIGHTS, *(CUDA + weights for weights in CUDA_WEIGHTS)]
+        bundles = {name: folder / f"bundle-{name}" for name in names}
+        exported = {name: (f"export-{name}",) for name in names}
+        found += [_export_step(name, target) for name, target in bundles.items()]
     first, reference = next(iter(bundles.items()))
+    for_cuda = {name: bundle for name, bundle in bundles.items() if name.startswith(CUDA)}
+    for name, bundle in for_cuda.items():
+        found += _cuda_steps(name, bundle, bundle if "int4" in name else reference, folder, exported[name])
+        del bundles[name]
     for name, bundle in bundles.items():
         found += _network_steps(name, bundle, reference, folder, exported[name])
     in_cpp, times = list[Step](), list[Step]()
@@ -184,32 +192,48 @@ def _exit_times(name: str, bundle: Path, after: tuple[str, ...], folder: Path) -
     return Step(f"exit-times-{name}", shows, times, 240, after, (torch_on_gpu, package("onnx")))
 
 
-def _export_step(weights: str, target: Path) -> Step:
-    options = ["--target", "tensorrt", "--no-engines", "--overwrite", "--checkpoints", "3,6,9", "--min-layers", "3"]
+def _export_step(name: str, target: Path) -> Step:
+    weights = name.removeprefix(CUDA)
+    engine = ("tensorrt", "--no-engines") if name == weights else ("cuda",)
+    options = ["--target", *engine, "--overwrite", "--checkpoints", "3,6,9", "--min-layers", "3"]
     options += ["--calibration-samples", "200", "--dataset", "calibration/text/python-stdlib.jsonl"]
     command = cli("export", "demo/demo-llama", "-o", target, "--weights", weights, *options)
-    shows = f"the demo model's segment networks in {weights}"
-    return Step(f"export-{weights}", shows, command, MAX_SECONDS, ("library",), tuple(map(package, EXPORTING)))
+    shows = f"the demo model's segment networks for {engine[0]} in {weights}"
+    return Step(f"export-{name}", shows, command, MAX_SECONDS, ("library",), tuple(map(package, EXPORTING)))
+
+
+def _against(reference: Path, folder: Path, step: str) -> tuple[object, ...]:
+    return ("--reference", reference, "--new-tokens", "64", "--rounds", "2", "--json", folder / f"{step}.json")
+
+
+def _cuda_steps(name: str, bundle: Path, reference: Path, folder: Path, after: tuple[str, ...]) -> list[Step]:
+    """Networks for CUDA in ONNX Runtime: what `pip install` gives."""
+    if bundle != reference and after != ("library",):
+        after = (*after, "export-fp32")
+    compared, lacks = f"networks-{name}", (onnxruntime_on_gpu,)
+    command = tool("checks/networks", bundle, "cuda", *_against(reference, folder, compared))
+    decoding = cli("bench", bundle, "--provider", "cuda", "--json")
+    return [
+        Step(compared, f"ONNX Runtime on CUDA: {EQUAL}", command, 180, after, lacks),
+        Step(f"decode-{name}", "decode times", decoding, 180, (compared,)),
+    ]
 
 
 def _network_steps(name: str, bundle: Path, reference: Path, folder: Path, after: tuple[str, ...]) -> list[Step]:
-    """The segment networks on a GPU without TensorRT: in PyTorch, and in ONNX Runtime on CUDA."""
+    """The segment networks for TensorRT on a GPU without it: in PyTorch."""
     if bundle != reference and after != ("library",):
         after = (*after, "export-fp32")
 
-    def given(step: str) -> tuple[object, ...]:
-        return ("--reference", reference, "--new-tokens", "64", "--rounds", "2", "--json", folder / f"{step}.json")
-
-    shows = "logits, exits and tokens against the graph on the CPU, and times"
+    shows = EQUAL
     memory = f"the runtime's memory, stream and CUDA graphs, recorded and replayed, with PyTorch in them: {shows}"
     torch, on_torch = f"networks-torch-{name}", (torch_on_gpu, package("onnx"))
-    host, cuda = f"{torch}-host", f"networks-cuda-{name}"
-    by_host = ("env", "TIDE_HOST_DECIDES=1", *tool("checks/gpu_torch", bundle, *given(host)))
-    on_cuda = tool("checks/networks", bundle, "cuda", *given(cuda))
+    host = f"{torch}-host"
+    by_host = ("env", "TIDE_HOST_DECIDES=1", *tool("checks/gpu_torch", bundle, *_against(reference, folder, host)))
     return [
-        Step(torch, memory, tool("checks/gpu_torch", bundle, *given(torch)), 180, after, on_torch),
+        Step(
+            torch, memory, tool("checks/gpu_torch", bundle, *_against(reference, folder, torch)), 180, after, on_torch
+        ),
         Step(host, f"the same where the host decides after each segment: {shows}", by_host, 180, after, on_torch),
-        Step(cuda, f"ONNX Runtime on CUDA: {shows}", on_cuda, 180, after, (onnxruntime_on_gpu,)),
     ]
 
 

@@ -1,5 +1,6 @@
 #include "bundle/plan_fields.h"
 
+#include <algorithm>
 #include <set>
 
 #include "bundle/store.h"
@@ -29,6 +30,10 @@ std::optional<NetworksInfo> networks_of(Field const& manifest, std::map<std::str
   NetworksInfo info{field["weights"].text(), size("capacity"),  size("state_rows"),     size("max_tokens"),
                     size("max_logits"),      size("exit_size"), size("max_batch_size"), size("max_slot_tokens"),
                     std::nullopt};
+  if (auto const targets = manifest.find("targets")) {
+    std::vector<std::string> const names = targets->texts();
+    info.cuda = std::find(names.begin(), names.end(), "cuda") != names.end();
+  }
   bool const known = std::set<std::string>{"fp32", "fp16", "bf16"}.count(info.weights) == 1;
   field["weights"].require(known, "must be one of fp32, fp16, bf16");
   field["max_tokens"].require(info.max_tokens <= info.capacity, "must be at most capacity");

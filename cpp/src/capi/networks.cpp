@@ -78,7 +78,7 @@ class CallersNetwork final : public tide::Network {
 std::shared_ptr<tide::Backend> open_callers_networks(tide::Bundle bundle, tide_networks const& given) {
   if (!bundle.manifest.networks) {
     throw tide::ProviderError("bundle '" + bundle.path.string() +
-                              "' holds no segment networks: export it with --target tensorrt or tensorrt-rtx");
+                              "' holds no segment networks: export it with --target cuda, tensorrt or tensorrt-rtx");
   }
   bool const drafter = !tide::is_flavour(given.provider) || tide::has_drafter_plan(bundle.manifest);
   auto const specs = std::make_shared<std::vector<tide::NetworkSpec>>(tide::network_specs(bundle.manifest, drafter));

@@ -146,7 +146,12 @@ void SessionOptions::run_on_cuda(int gpu) {
   char const* const keys[] = {"device_id", "use_tf32"};
   char const* const values[] = {number.c_str(), "0"};  // TF32 rounds float32 factors to 10 bits, and it is the default
   require(functions().UpdateCUDAProviderOptions(options, keys, values, 2));
-  require(functions().SessionOptionsAppendExecutionProvider_CUDA_V2(raw_, options));
+  try {
+    require(functions().SessionOptionsAppendExecutionProvider_CUDA_V2(raw_, options));
+  } catch (Exception const& error) {  // a library that it links to is missing
+    throw tide::ProviderError("ONNX Runtime cannot open its CUDA provider (" + tide::first_line(error) +
+                              "): pip install tide_export[cuda], or put CUDA's libraries where the system finds them");
+  }
 }
 
 IoBinding::IoBinding(Session& session) { require(functions().CreateIoBinding(session.get(), &raw_)); }

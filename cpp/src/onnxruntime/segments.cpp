@@ -54,11 +54,10 @@ struct OrtNetworks::Loaded {
   std::vector<NetworkSession> sessions;
 };
 
-OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu)
-    : gpu_(gpu) {
-  if (!bundle.manifest.networks) {
-    throw ProviderError("bundle " + quoted(bundle.path) +
-                        " holds no segment networks: export it with --target tensorrt or tensorrt-rtx");
+void OrtNetworks::check(Bundle const& bundle, std::optional<int> gpu) {
+  if (!bundle.manifest.networks || (gpu && !bundle.manifest.networks->cuda)) {
+    throw ProviderError("bundle " + quoted(bundle.path) + " holds no segment networks" + (gpu ? " for provider 'cuda'" : "") +
+                        ": export it with --target cuda" + (gpu ? "" : ", tensorrt or tensorrt-rtx"));
   }
   if (bundle.manifest.networks->weights == "bf16" && !gpu) {
     throw ProviderError("the segment networks of bundle " + quoted(bundle.path) +
@@ -67,8 +66,13 @@ OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threa
   std::vector<std::string> const providers = Ort::available_providers();
   if (gpu && std::find(providers.begin(), providers.end(), kCudaProvider) == providers.end()) {
     throw ProviderError(std::string("this ONNX Runtime has no ") + kCudaProvider +
-                        ": pip install tide_export[gpu], or use provider 'cpu'");
+                        ": pip install tide_export[cuda], or use provider 'cpu'");
   }
+}
+
+OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu)
+    : gpu_(gpu) {
+  check(bundle, gpu);
   specs_ = network_specs(bundle.manifest, true);
   loaded_ = std::make_shared<Loaded>();
   for (NetworkSpec const& spec : specs_) {

@@ -1,5 +1,5 @@
-// Runs the segment networks in ONNX Runtime: on CUDA (provider "cuda"), and on the CPU as a reference for TensorRT's plans
-// and for tests; on the CPU the batch networks are faster.
+// Runs the segment networks in ONNX Runtime: on CUDA (provider "cuda"), and on the CPU as a reference for
+// GPUs and for tests; on the CPU the batch networks are faster.
 #pragma once
 
 #include <memory>
@@ -14,9 +14,12 @@ namespace tide {
 
 class OrtNetworks {
  public:
-  // Loads the networks. gpu: the number of the GPU that they run on; none: the CPU. Throws ProviderError: the bundle has
-  // no segment networks, they are bfloat16 on the CPU, or ONNX Runtime is too old or has no provider for CUDA.
-  // BundleError: a network does not load or does not match the manifest.
+  // Throws ProviderError: the bundle has no such segment networks, they are bfloat16 on the CPU, or ONNX Runtime is too old
+  // or has no provider for CUDA.
+  static void check(Bundle const& bundle, std::optional<int> gpu);
+
+  // Loads the networks. gpu: the number of the GPU that they run on; none: the CPU. Throws ProviderError: as `check`, or a
+  // library of CUDA is missing. BundleError: a network does not load or does not match the manifest.
   OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu = std::nullopt);
 
   std::vector<NetworkSpec> const& specs() const { return specs_; }

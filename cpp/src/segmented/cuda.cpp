@@ -20,6 +20,7 @@ constexpr char const* kSteps = "steps are not recorded as one CUDA graph each";
 thread_local int current_gpu = -1;  // the one that CUDA uses in this thread; -1: not known
 
 std::string reason_of(cuda::Error error) {
+  if (error == cuda::kOldDriver) return "NVIDIA's driver is older than the CUDA runtime: update the driver";
   return error == cuda::kNoMemory ? "the GPU has not enough free memory for the sequence's buffers"
                                   : cuda::functions().GetErrorString(error);
 }

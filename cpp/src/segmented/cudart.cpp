@@ -26,7 +26,7 @@ void* open_library() {
     }
   }
   throw ProviderError("the CUDA runtime cannot be opened (" + reason +
-                      "): install it (pip install nvidia-cuda-runtime), or name its library in TIDE_CUDART");
+                      "): pip install tide_export[cuda], or name its library in TIDE_CUDART");
 }
 
 // Opened once; it stays open.

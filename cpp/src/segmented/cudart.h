@@ -8,7 +8,7 @@ namespace tide {
 namespace cuda {
 
 using Error = int;  // cudaError_t
-constexpr Error kSuccess = 0, kNoMemory = 2;
+constexpr Error kSuccess = 0, kNoMemory = 2, kOldDriver = 35;
 constexpr int kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3;  // cudaMemcpyKind
 constexpr int kCaptureInThread = 1;                                       // cudaStreamCaptureModeThreadLocal
 constexpr int kMajor = 75, kMinor = 76;                                   // cudaDevAttrComputeCapability...

@@ -41,7 +41,7 @@ std::atomic<long> fake_cuda_chosen{0}, fake_cuda_skipped{0};               // sw
 
 namespace {
 
-constexpr Error kInvalidValue = 1, kOldDriver = 35, kNoDevice = 100, kInvalidDevice = 101, kInvalidHandle = 400,
+constexpr Error kInvalidValue = 1, kNoDevice = 100, kInvalidDevice = 101, kInvalidHandle = 400,
                 kWorkFailed = 719, kCaptureUnsupported = 900, kCaptureInvalidated = 901;
 
 struct FakeStream {

@@ -49,7 +49,11 @@ RawStatus* update(RawCuda*, char const* const* keys, char const* const* values, 
   }
   return nullptr;
 }
-RawStatus* append(RawOptions*, RawCuda const*) { return nullptr; }
+RawStatus* append(RawOptions*, RawCuda const*) {
+  char const* const missing = std::getenv("FAKE_ORT_MISSING");
+  if (missing == nullptr) return nullptr;
+  return reinterpret_cast<RawStatus* (*)(int, char const*)>(table[0])(1, missing);  // CreateStatus(ORT_FAIL)
+}
 void release(RawCuda*) {}
 
 template <typename F>

@@ -24,6 +24,10 @@ if __name__ == "__main__":
     gpu = FakeCudart(cudart)
     gpu.reset(devices=2)
     gpu.only = 1
+    if "FAKE_CAPABILITY" in os.environ:
+        gpu.capability = int(os.environ["FAKE_CAPABILITY"])
+    if "FAKE_DRIVER" in os.environ:
+        gpu.driver = int(os.environ["FAKE_DRIVER"])
     cpu, cuda = load(bundle, provider="cpu", threads=1), load(bundle, provider="cuda", device=1)
     assert (cpu.provider, cuda.provider) == ("cpu", "cuda")
     for options in settings:

@@ -2,31 +2,70 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import on_ort_cuda
+import pytest
 from fake_cudart import compiled
 from generations import PROMPTS
-from tiny_engines import TinyLlama
+from tiny_engines import TinyLlama, pieces_of, segments_of
 
 from tide_export.runtime.native import onnxruntime_library
 
 
-def test_tokens_are_those_of_the_cpu(
-    tiny_llama: TinyLlama, thresholds: list[float], cudart_library: Path, shared: Path
-) -> None:
+@pytest.fixture(scope="module")
+def bundle(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory, traces) -> Path:
+    """The tiny bundle with networks for CUDA, in float32, so that equal tokens show equal arithmetic."""
+    folder = tmp_path_factory.mktemp("cuda") / "bundle"
+    shutil.copytree(tiny_llama.exact, folder)
+    pieces = pieces_of(tiny_llama.source, tiny_llama.routers.checkpoints, traces)
+    return segments_of(tiny_llama.source, tiny_llama.routers, folder, pieces, target="cuda").path
+
+
+@pytest.fixture
+def on_gpu(bundle: Path, cudart_library: Path, shared: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the script beside this on GPU 1 of the stand-ins."""
     library = compiled(Path(__file__).with_name("fake_ort_cuda.cpp"), shared / "fake_ort_cuda.so", "-ldl")
+
+    def run(settings: list[dict[str, Any]], **changes: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, on_ort_cuda.__file__, str(bundle), str(cudart_library)]
+        variables = {"TIDE_ONNXRUNTIME": library, "FAKE_ORT_REAL": onnxruntime_library(), "FAKE_ORT_DEVICE": "1"}
+        return subprocess.run(
+            [*command, json.dumps(PROMPTS), json.dumps(settings)],
+            env=os.environ | {name: str(value) for name, value in variables.items()} | changes,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_tokens_are_those_of_the_cpu(thresholds: list[float], on_gpu) -> None:
     exits = {"mode": "exit", "threshold": thresholds, "min_layers": 0, "max_pending": 4}
     settings = [{"mode": "full"}, exits, {"mode": "lossless", "threshold": thresholds}, exits | {"logprobs": 1}]
-    command = [sys.executable, on_ort_cuda.__file__, str(tiny_llama.exact), str(cudart_library)]
-    variables = {"TIDE_ONNXRUNTIME": library, "FAKE_ORT_REAL": onnxruntime_library(), "FAKE_ORT_DEVICE": "1"}
-    done = subprocess.run(
-        [*command, json.dumps(PROMPTS), json.dumps(settings)],
-        env=os.environ | {name: str(value) for name, value in variables.items()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = on_gpu(settings)
     assert done.stdout == "the same\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"FAKE_ORT_MISSING": "libcublas.so.13: cannot open shared object file"},
+            "ONNX Runtime cannot open its CUDA provider (libcublas.so.13: cannot open shared object file): pip install "
+            "tide_export[cuda]",
+        ),
+        ({"FAKE_CAPABILITY": "61"}, "GPU 1 has compute capability 6.1, and provider 'cuda' needs 7.5"),
+        ({"FAKE_DRIVER": "1"}, "the GPU cannot be used: NVIDIA's driver is older than the CUDA runtime: update the"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(on_gpu, changes: dict[str, str], says: str) -> None:
+    last = on_gpu([{"mode": "full"}], **changes).stderr.splitlines()[-1]
+    assert last.startswith("tide_export.errors.ProviderError: ")
+    assert says in last

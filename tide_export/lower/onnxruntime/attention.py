@@ -63,18 +63,18 @@ def _lower(graph: ir.Graph, node: ir.Node, op_type: str) -> None:
     if "softcap" in node.attributes:
         attributes["softcap"] = node.attributes["softcap"].as_float()
     tables: list[ir.Value | None] = [None, None]
-    rotation = _common_rotation([item for item in (query, key) if item is not None])
+    rotation = common_rotation([item for item in (query, key) if item is not None])
     if rotation is not None:
         query, key = (item and required(item.producer()).inputs[0] for item in (query, key))
         tables = list(rotation.inputs[1:3])
         attributes["rotary_interleaved"] = rotation.attributes.get_int("interleaved", 0)
         attributes["rotary_embedding_dim"] = rotation.attributes.get_int("rotary_embedding_dim", 0)
     inputs = [
-        item and _flat(graph, node, item, count * head_dim, suffix)
+        item and flat(graph, node, item, count * head_dim, suffix)
         for item, count, suffix in ((query, heads, "_q"), (key, kv_heads, "_k"), (value, kv_heads, "_v"))
     ]
     if distance_bias is not None:
-        distance_bias = _flat(graph, node, distance_bias, heads * static_dim(distance_bias, -1), "_distances")
+        distance_bias = flat(graph, node, distance_bias, heads * static_dim(distance_bias, -1), "_distances")
     inputs += [*pages, table, lengths, starts, *tables, bias, sinks, distance_bias]
     while inputs[-1] is None:
         inputs.pop()
@@ -83,13 +83,13 @@ def _lower(graph: ir.Graph, node: ir.Node, op_type: str) -> None:
     shape = [*dims(old)[:2], *width] if width else None
     types = [(old.dtype, shape), *((value.dtype, value.shape) for value in node.outputs[1:])]
     attended, *written = ops_before(node, op_type, inputs, attributes, domain=DOMAIN, types=types)
-    _replace_output(graph, node, attended, heads, head_dim)
+    replace_output(graph, node, attended, heads, head_dim)
     for before, after in zip(node.outputs[1:], written, strict=True):
         replace_value(before, after)
     drop_unused([node])
 
 
-def _common_rotation(values: list[ir.Value]) -> ir.Node | None:
+def common_rotation(values: list[ir.Value]) -> ir.Node | None:
     """The rotary node of the first of `values` if all are rotated alike by the same tables."""
     nodes = [producer(value, "RotaryEmbedding") for value in values]
     kinds = {
@@ -100,7 +100,7 @@ def _common_rotation(values: list[ir.Value]) -> ir.Node | None:
     return nodes[0] if None not in nodes and len(kinds) == 1 else None
 
 
-def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: str) -> ir.Value:
+def flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: str) -> ir.Value:
     """Returns `value` [B, heads, S, head_dim] as [B, S, width].
 
     This is the value that was split into heads, if there is one.
@@ -122,7 +122,7 @@ def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: s
     return op_before(node, "Reshape", [split, shape], dtype=value.dtype, shape=kept, suffix=suffix)
 
 
-def _replace_output(graph: ir.Graph, node: ir.Node, attended: ir.Value, heads: int, head_dim: int) -> None:
+def replace_output(graph: ir.Graph, node: ir.Node, attended: ir.Value, heads: int, head_dim: int) -> None:
     """Makes readers of the traced output read `attended` [B, S, heads * head_dim].
 
     The output is [B, S, heads, head_dim]: readers that merge the heads read `attended` directly, others through a

@@ -68,7 +68,8 @@ class PackedProjectionsPass(ir.passes.InPlacePass):
 
 def _packable(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Projection]]]:
     """Every attention whose three projections can be packed, with these."""
-    for node in [node for name in OP_PAGED_ATTENTION.values() for node in nodes_of(model.graph, name, DOMAIN)]:
+    paged = [node for name in OP_PAGED_ATTENTION.values() for node in nodes_of(model.graph, name, DOMAIN)]
+    for node in [*paged, *nodes_of(model.graph, "GroupQueryAttention", "com.microsoft")]:
         projections = [p for value in node.inputs[:3] if (p := _projection(value)) is not None]
         kinds = {(p.hidden, p.bias is None, p.weight is None, p.bits) for p in projections}
         if len(projections) == 3 and len(kinds) == 1:

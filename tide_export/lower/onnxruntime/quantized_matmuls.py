@@ -25,6 +25,7 @@ from tide_export.graph.rewriting import (
     FLOAT,
     constant,
     derived_weight,
+    dims,
     ensure_none_left,
     integers,
     nodes_of,
@@ -47,14 +48,18 @@ from tide_export.names.operators import (
 
 
 class QuantizedMatMulsPass(ir.passes.InPlacePass):
-    def __init__(self, blocks: Mapping[str, IntegerMatrix | Fp8Matrix], settings: Quantization | None):
+    def __init__(
+        self, blocks: Mapping[str, IntegerMatrix | Fp8Matrix], settings: Quantization | None, own: bool = True
+    ):
         """Takes the matrices and how they were quantized.
 
-        `blocks`: by the names the nodes use; `settings`: None for matrices in FP8, or if none is.
+        `blocks`: by the names the nodes use; `settings`: None for matrices in FP8, or if none is; `own`: whether the
+        operators of the library may be used, which are for the CPU.
         """
         super().__init__()
         self.blocks = blocks
         self.settings = settings
+        self.own = own
 
     def requires(self, model: ir.Model) -> None:
         for node in _symbolic(model):
@@ -85,19 +90,22 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
             "N": sum(matrix.rows for matrix in blocks),
             "bits": first.bits,
             "block_size": first.block_size,
-            "accuracy_level": required(self.settings).accuracy_level,
+            "accuracy_level": required(self.settings).accuracy_level if self.own else 0,
         }
         x, *bias = node.inputs
         inputs, output = [x, *_stored(graph, names, blocks)], node.outputs[0]
-        if first.symmetric and attributes["accuracy_level"] == INT8_MATMULS:
+        outliers = _outliers(blocks)
+        if self.own and first.symmetric and attributes["accuracy_level"] == INT8_MATMULS:
             op = OP_INTEGER_MATMUL[first.bits]
-            if (outliers := _outliers(blocks)) is not None:
+            if outliers is not None:
                 op = OP_OUTLIER_MATMUL
                 inputs.append(constant(graph, f"{'+'.join(names)}.outliers", outliers))
             result = _quantized_op(node, op, inputs, attributes, DOMAIN)
             if bias:
                 result = op_before(node, "Add", [result, bias[0]], dtype=output.dtype, shape=output.shape)
         else:
+            if outliers is not None:
+                inputs[0] = _with_again(node, required(x), constant(graph, f"{'+'.join(names)}.outliers", outliers))
             if bias:
                 inputs += [*[None] * (5 - len(inputs)), bias[0]]  # between them: zero points, an order of the columns
             result = _quantized_op(node, "MatMulNBits", inputs, attributes)
@@ -142,6 +150,12 @@ def integer_matmul_function(name: str) -> ir.Function:
             y = com.microsoft.MatMulNBits <{references}> ({"all" if outliers else "x"}, integers, scales)
         }}"""
     return ir.serde.deserialize_function(onnx.parser.parse_function(text))
+
+
+def _with_again(node: ir.Node, x: ir.Value, outliers: ir.Value) -> ir.Value:
+    """Adds what `integer_matmul_function` has for outliers: `x` and, again, those of its inputs."""
+    again = op_before(node, "Gather", [x, outliers], {"axis": -1}, dtype=x.dtype, shape=[*dims(x)[:-1], None])
+    return op_before(node, "Concat", [x, again], {"axis": -1}, dtype=x.dtype, shape=[*dims(x)[:-1], None])
 
 
 def _outliers(matrices: Sequence[IntegerMatrix]) -> np.ndarray | None:

@@ -26,12 +26,17 @@ def drafter_for_tensorrt(pieces: DrafterPieces, weights: str) -> ir.Model:
         weights: fp32, fp16 or bf16, of weights, embeddings, hidden states and K/V; logits are always float32.
     """
     model = compose_drafter_segment(pieces)
-    for node in nodes_of(model.graph, OP_QUANTIZED_MATMUL, DOMAIN):
-        _unpack(model.graph, node, pieces)
+    unpack_matmuls(model.graph, pieces)
     precision = [HalfPrecisionPass(weights)] if weights != "fp32" else []
     run_passes(model, *precision, ScatterAttentionPass())
     remove_unused(model)
     return model
+
+
+def unpack_matmuls(graph: ir.Graph, pieces: DrafterPieces) -> None:
+    """Replaces every TideQuantizedMatMul by a MatMul of the matrix itself."""
+    for node in nodes_of(graph, OP_QUANTIZED_MATMUL, DOMAIN):
+        _unpack(graph, node, pieces)
 
 
 def _unpack(graph: ir.Graph, node: ir.Node, pieces: DrafterPieces) -> None:

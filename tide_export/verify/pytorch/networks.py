@@ -25,9 +25,10 @@ def open_torch(bundle: Bundle) -> Engine:
         BundleError: a network does not load.
     """
     info = bundle.manifest.networks
-    if info is None:
+    if info is None or bundle.manifest.has_cuda_networks:
         raise ProviderError(
-            f"bundle '{bundle.path}' holds no segment networks: export it with --target tensorrt or tensorrt-rtx"
+            f"bundle '{bundle.path}' holds no segment networks for TensorRT, which PyTorch runs: export it with "
+            "--target tensorrt or tensorrt-rtx"
         )
     networks = TorchNetworks(bundle, specs(bundle.manifest, info))
     return Engine(bundle, load_networks(bundle, {"verify": False}, "cpu", lambda stream: networks))

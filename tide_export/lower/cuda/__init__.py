@@ -1,0 +1,1 @@
+"""Lowers segment networks for the CUDA provider of ONNX Runtime."""
