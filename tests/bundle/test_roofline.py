@@ -251,7 +251,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture, op
 
 
 def test_bundles_without_networks_with_experts_or_damaged_are_refused(tmp_path: Path, tiny_llama: TinyLlama) -> None:
-    with pytest.raises(BundleError, match="holds no segment networks: export it with --target tensorrt"):
+    with pytest.raises(BundleError, match="holds no segment networks: export it with --target cuda"):
         line_of(with_manifest(tiny_llama.exact, tmp_path, networks=None))
     choice = helper.make_node("Gather", ["experts", "chosen"], ["matrices"])
     with pytest.raises(BundleError, match="has experts, and of how many a token reads the weights is not known"):

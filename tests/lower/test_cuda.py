@@ -158,7 +158,7 @@ def test_inspect_prints_it_and_nothing_is_built(tmp_path: Path, traces) -> None:
     text = render(describe(bundle.path))
     assert "attention  of one new token by Flash in" in text
     assert "a token at full depth reads" in text
-    with pytest.raises(BuildError, match="are for provider cuda, which needs no engines: for TensorRT export it"):
+    with pytest.raises(BuildError, match="are for provider cuda, which needs no plans: for TensorRT export it"):
         rebuild(bundle.path, "tensorrt")
     with pytest.raises(ProviderError, match="holds no segment networks for TensorRT, which PyTorch runs"):
         open_torch(open_bundle(bundle.path))

@@ -29,8 +29,8 @@ from tide_export.pipeline.request import ExportRequest
         ({"targets": ("cuda",), "config": TideConfig(kv_cache="int8")}, "kv_cache int8 is .* alone, not for cuda"),
         ({"targets": ("tensorrt",), "weights": "int8"}, "'int8' are for target onnxruntime alone"),
         ({"weights": "fp8"}, "'fp8' are for targets tensorrt and tensorrt-rtx"),
-        ({"plugins": "x.so"}, "--plugins is for building engines"),
-        ({"targets": ("tensorrt",), "engines": False, "plugins": "x.so"}, "--plugins is for building engines"),
+        ({"plugins": "x.so"}, "--plugins is for building plans"),
+        ({"targets": ("tensorrt",), "engines": False, "plugins": "x.so"}, "--plugins is for building plans"),
         ({"batch_size": 4}, "batch_size is for targets cuda, tensorrt and tensorrt-rtx"),
         (
             {"targets": ("tensorrt",), "engines": False, "batch_size": 0},

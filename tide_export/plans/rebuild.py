@@ -48,7 +48,7 @@ def rebuild(
         )
     if manifest.has_cuda_networks:
         raise BuildError(
-            f"the networks of bundle '{opened.path}' are for provider cuda, which needs no engines: for TensorRT "
+            f"the networks of bundle '{opened.path}' are for provider cuda, which needs no plans: for TensorRT "
             "export it with --target tensorrt or tensorrt-rtx"
         )
     if batch_size is not None:
