@@ -1,4 +1,4 @@
-"""Saves the segment networks of a bundle, lowered for TensorRT or for ONNX Runtime on CUDA, and describes them."""
+"""Saves and describes the segment networks of a bundle, lowered for TensorRT or for CUDA."""
 
 import logging
 import math

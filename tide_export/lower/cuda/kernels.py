@@ -1,4 +1,4 @@
-"""Says which operators have a CUDA kernel in ONNX Runtime, from the list of kernels in `kernels.txt` beside this file.
+"""Says which operators have a CUDA kernel in ONNX Runtime, from the list in `kernels.txt`.
 
 `tools/cuda_kernels.py` wrote it by asking onnxruntime-gpu of the version in its first line. ONNX Runtime runs a node
 without a kernel on the CPU, between two copies and with a wait, so such a node is an error here.
