@@ -80,7 +80,7 @@ def check_attention(node: ir.Node, where: str) -> None:
 
 
 def _last_positions(graph: ir.Graph, first: ir.Node) -> ir.Value:
-    """Adds `seqlens_k`, int32 [B], before the first attention: the position of the last token of each slot's run."""
+    """Adds `seqlens_k`, int32 [B], before the first attention: the position of each slot's last token."""
     lengths = required(first.inputs[LENGTHS])
     (indices,) = (value for value in graph.inputs if value.name == TOKEN_INDICES)
     last = op_before(first, "Gather", [indices, integers(graph, "last", [-1])], {"axis": 0}, dtype=INT64, shape=[1])
@@ -121,7 +121,7 @@ def _lower(graph: ir.Graph, node: ir.Node, ends: ir.Value) -> None:
 
 
 def _rotates(rotation: ir.Node, node: ir.Node, capacity: int) -> bool:
-    """Whether the operator can rotate as `rotation` does: at the tokens' positions, by tables as long as buffers."""
+    """Whether the operator can rotate as `rotation` does: at the tokens' positions, by long enough tables."""
     table = required(rotation.inputs[1])
     if rotation.inputs[3] is not node.inputs[POSITIONS] or not table.is_initializer():
         return False
