@@ -46,7 +46,7 @@ def attention_kernel(head_dim: int, group: int, softcap: bool = False) -> str:
 
 
 def attention_kernels(bundle: Bundle) -> list[dict[str, int | str | bool]]:
-    """Returns the kinds of attention in a bundle's networks for CUDA, each with its number of layers and its kernel."""
+    """Returns the kinds of attention in a bundle's networks for CUDA, with layers and kernel of each."""
     found: dict[tuple[int, int, bool], int] = {}
     for k in range(len(bundle.manifest.segment_sizes)):
         content = bundle.file(network_file(segment_name(k))).read_bytes()
