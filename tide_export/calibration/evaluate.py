@@ -139,7 +139,7 @@ def count_costs(source: SourceModel, config: TideConfig, lenses: float = 1.0) ->
     Args:
         lenses: share of the checkpoints that have a lens, if `config` allows lenses.
     """
-    layer = sum(p.numel() for p in source.structure.layers.parameters()) / source.num_layers
+    layer = sum(p.numel() for one in source.structure.layers for p in one.parameters()) / source.num_layers
     width = source.normalized_size
     shortlist = min(config.router_shortlist, source.vocab_size)
     rank = 0 if config.exit_strategy == "identity" else lens_rank(source, config)

@@ -135,7 +135,7 @@ def _add_export(commands, config: bool) -> None:
     parser = _command(commands, "export", "Make a bundle; calibrates first unless --routers is given.", SPEC_HELP)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to write")
-    parser.add_argument("--routers", metavar="FILE", help="routers from `calibrate`, or TIDE's router.pt")
+    parser.add_argument("--routers", metavar="FILE", help="from `calibrate`, TIDE's, or model: a looped model's gate")
     parser.add_argument(
         "--target",
         dest="targets",

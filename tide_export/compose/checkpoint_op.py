@@ -6,10 +6,19 @@ The library in `cpp/ops` has an operator of that name, which computes nothing fo
 nor skip. Where it is not registered, ONNX Runtime inlines the function, which computes all scores in any case.
 """
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from tide_export.compose.exit_op import add_exit_state, add_score, function_of, input_values
 from tide_export.graph.builder import GraphBuilder, Weights
+from tide_export.names.operators import DOMAIN
+
+
+def checkpoint_functions(nodes: Sequence[ir.Node], opset: int) -> list[ir.Function]:
+    """Returns the functions that those of `nodes` call which are checkpoints."""
+    calls = {node.op_type: node for node in nodes if node.domain == DOMAIN}
+    return [checkpoint_function(call, opset) for call in calls.values()]
 
 
 def checkpoint_function(call: ir.Node, opset: int) -> ir.Function:

@@ -57,6 +57,7 @@ class Pieces:
         kv_layers: the attention whose keys and values every attention reads: itself, or an earlier one.
         states: recurrent states of layers, by layer.
         lora: the room for low-rank adapters; None: there is none.
+        exit_shares: whether the last column of the states after a segment is its router's score (`exit_shares`).
     """
 
     boundaries: tuple[int, ...]
@@ -68,6 +69,7 @@ class Pieces:
     kv_layers: tuple[int, ...]
     states: tuple[StateInfo, ...] = ()
     lora: LoraInfo | None = None
+    exit_shares: bool = False
 
     @property
     def hidden_size(self) -> int:

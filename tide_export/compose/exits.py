@@ -51,9 +51,12 @@ def exit_state_and_score(
     Returns, for the tokens `last` [m] of `hidden` [1, n, W], the exit state [m, D'], the score [m, 1] and whether that
     is above `thresholds` [m, 1], bool [m, 1].
 
-    A final norm that `TideCandidate` has no form for comes before it, at these tokens alone.
+    A final norm that `TideCandidate` has no form for comes before it, at these tokens alone. Where the states hold
+    their scores (`Pieces.exit_shares`), there is no `TideCandidate`.
     """
     (count,) = dims(last)
+    if pieces.exit_shares:
+        return _held_score(builder, pieces, layers, lens, hidden, last, thresholds)
     if pieces.norm_alone:
         hidden = _hidden_states(builder, pieces, hidden)
     else:
@@ -68,6 +71,26 @@ def exit_state_and_score(
         domain=DOMAIN,
         types=[(FLOAT, [count, pieces.normalized_size]), (FLOAT, [count, 1]), (BOOL, [count, 1])],
     )
+
+
+def _held_score(
+    builder: GraphBuilder,
+    pieces: Pieces,
+    layers: int,
+    lens: LensArrays | None,
+    states: ir.Value,
+    last: ir.Value,
+    thresholds: ir.Value,
+) -> list[ir.Value]:
+    """Returns what `exit_state_and_score` does, the score from the last column of the states."""
+    (count,), width = dims(last), pieces.state_size
+    states = builder.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, width])
+    axis, score = builder.weights.integers("axis_0", [0]), columns(builder, states, width - 1, width)
+    score = builder.op("Squeeze", [score, axis], dtype=FLOAT, shape=[count, 1])
+    normalized = exit_states(builder, pieces, layers, lens, states)
+    exit_state = builder.op("Squeeze", [normalized, axis], dtype=FLOAT, shape=[count, pieces.normalized_size])
+    exits = builder.op("Greater", [score, thresholds], dtype=BOOL, shape=[count, 1])
+    return [exit_state, score, exits]
 
 
 def _all_tokens(builder: GraphBuilder, last: ir.Value) -> ir.Value:
@@ -119,12 +142,14 @@ def exit_and_scatter(
 
 
 def _hidden_states(builder: GraphBuilder, pieces: Pieces, hidden: ir.Value) -> ir.Value:
-    """Slices the hidden states out of `hidden` [B, m, W], which may be wider: returns [B, m, D]."""
-    batch, tokens, width = dims(hidden)
-    if width == pieces.hidden_size:
-        return hidden
-    start, stop, axis = (builder.weights.integers(f"slice_{n}", [n]) for n in (0, pieces.hidden_size, -1))
-    return builder.op("Slice", [hidden, start, stop, axis], dtype=FLOAT, shape=[batch, tokens, pieces.hidden_size])
+    """Returns the hidden states [B, m, D] in `hidden` [B, m, W], which may be wider."""
+    return hidden if dims(hidden)[-1] == pieces.hidden_size else columns(builder, hidden, 0, pieces.hidden_size)
+
+
+def columns(builder: GraphBuilder, hidden: ir.Value, start: int, stop: int) -> ir.Value:
+    """Adds the columns from `start` to `stop` of `hidden` [B, m, W]."""
+    ends = [builder.weights.integers(f"slice_{n}", [n]) for n in (start, stop, -1)]
+    return builder.op("Slice", [hidden, *ends], dtype=FLOAT, shape=[*dims(hidden)[:2], stop - start])
 
 
 def _weights_and_attributes(
@@ -134,7 +159,7 @@ def _weights_and_attributes(
 
     Lens and norm are among them only where the final norm is one operator; else they come before the function.
     """
-    weights, norm, epsilon = _router_weights(builder, layers, router), "none", 0.0
+    weights, norm, epsilon = router_weights(builder, layers, router), "none", 0.0
     if not pieces.norm_alone:
         lens = None
     else:
@@ -145,7 +170,8 @@ def _weights_and_attributes(
     return weights, exit_attributes(norm, epsilon, lens is not None, router.shortlist is not None)
 
 
-def _router_weights(builder: GraphBuilder, layers: int, router: RouterArrays) -> list[ir.Value]:
+def router_weights(builder: GraphBuilder, layers: int, router: RouterArrays) -> list[ir.Value]:
+    """Adds the weights of the router after `layers`, in the order of a checkpoint's inputs."""
     float32 = builder.weights.float32
     parts = {"down": router.down, "up": router.up, "bias": np.array([router.bias])}
     weights = [float32(f"routers.{layers}.{name}", array) for name, array in parts.items()]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from tide_export.compose.checkpoint_op import checkpoint_function
+from tide_export.compose.checkpoint_op import checkpoint_functions
 from tide_export.compose.cut import Pieces, counts_positions
 from tide_export.compose.exits import exit_state_and_score, exit_states
 from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs
@@ -86,9 +86,9 @@ class _PackedComposer:
         count = len(self.pieces.segments)
         parts = [self._segment(k) for k in range(count)]
         parts.append(self._head())
-        functions = {call.op_type: checkpoint_function(call, OPSET) for call in self.checkpoints}
+        functions = checkpoint_functions(self.checkpoints, OPSET)
         inputs = [*self.inputs, *self.pages.values()]
-        return self.builder.model("tide_batch_step", inputs, self.outputs, list(functions.values())), parts
+        return self.builder.model("tide_batch_step", inputs, self.outputs, functions), parts
 
     def _segment(self, k: int) -> Part:
         builder, pieces = self.builder, self.pieces

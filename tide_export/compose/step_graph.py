@@ -43,7 +43,7 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.compose.checkpoint_op import checkpoint_function
+from tide_export.compose.checkpoint_op import checkpoint_functions
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exits import exit_state_and_score, exit_states
 from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs
@@ -173,8 +173,8 @@ class Composer:
         inputs += self.adapters
         final = {names.FINAL_STATES: required(step.final)}
         outputs = {names.LOGITS: self._logits(chosen), **routing, **final, **self.outputs}
-        functions = {call.op_type: checkpoint_function(call, OPSET) for call in self.checkpoints}
-        return self.main.model("tide_step", inputs, outputs, list(functions.values()))
+        functions = checkpoint_functions(self.checkpoints, OPSET)
+        return self.main.model("tide_step", inputs, outputs, functions)
 
     def _logits(self, hidden: ir.Value) -> ir.Value:
         """Adds the head: returns logits [m, V] of the hidden states [m, D'] that it reads."""

@@ -1,8 +1,8 @@
 """Gives layers that run several times in a pass a module for each time.
 
-Some models (HRM) run stacks of layers in turn and again, each time with keys and values of their own: a layer of such a
-stack is as many layers as it runs times. Each time gets a shallow copy of the module, with its weights and hooks of its
-own, so that the rest of the package sees a list of layers that run once each.
+Some models (HRM, Ouro) run stacks of layers in turn and again, each time with keys and values of their own: a layer of
+such a stack is as many layers as it runs times. Each time gets a shallow copy of the module, with its weights and hooks
+of its own, so that the rest of the package sees a list of layers that run once each.
 """
 
 import copy
@@ -22,6 +22,23 @@ def repeated_layers(model: nn.Module, called: Sequence[nn.Module], depth: int | 
     listed = {id(member) for owner in model.modules() if isinstance(owner, nn.ModuleList) for member in owner}
     calls = [module for module in called if id(module) in listed]
     return calls if len(calls) == depth and len({type(module) for module in calls}) == 1 else []
+
+
+def looped_layers(lists: Sequence[nn.ModuleList], called: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the calls of a list's layers, if all run one after another, several times; else none."""
+    for layers in lists:
+        calls = [module for module in called if module in {*layers}]
+        loops = len(calls) // len(layers)
+        if loops > 1 and calls == [*layers] * loops:
+            return calls
+    return []
+
+
+def loops_of(layers: nn.ModuleList) -> int:
+    """Returns how often the same weights come one after another in `layers`, up to the last layer."""
+    weights = [[id(parameter) for parameter in layer.parameters()] for layer in layers]
+    count = len(weights)
+    return next(count // n for n in range(1, count + 1) if not count % n and weights == weights[:n] * (count // n))
 
 
 def in_turn(model: nn.Module, calls: Sequence[nn.Module]) -> tuple[nn.Module, nn.ModuleList]:

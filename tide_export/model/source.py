@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALES = ("weight_scale", "weight_scale_2", "weight_scale_inv", "input_scale")  # names of tensors of FP8 and NVFP4
+EXIT_THRESHOLD = "early_exit_threshold"  # of a looped model and its config: of the gate's cumulative probability
 HASH_CHUNK = 2**22  # numbers hashed at a time, which bounds the temporary memory
 
 
@@ -89,6 +90,11 @@ class SourceModel:
     @property
     def num_layers(self) -> int:
         return len(self.structure.layers)
+
+    @property
+    def loops(self) -> int:
+        """How often the same layers run, one time after another; each counts in `num_layers`."""
+        return self.structure.loops
 
     @property
     def text_config(self):
@@ -311,6 +317,7 @@ def wrap_model(
         UnsupportedModelError: its structure cannot be found.
     """
     _keep_scale(model)
+    _run_all_loops(model)
     model.eval().requires_grad_(False)
     digest, exact = _read_weights(model, name, () if quantized is None else quantized.blocks)
     structure = ModelStructure.find(model)
@@ -339,6 +346,13 @@ def _keep_scale(model: PreTrainedModel) -> None:
             for norm in part.modules():
                 if isinstance(norm, nn.LayerNorm):
                     norm.eps *= 4**halved
+
+
+def _run_all_loops(model: PreTrainedModel) -> None:
+    """Makes a looped model give its last loop's logits, whatever loop its config and gate choose (Ouro)."""
+    for name in ("early_exit_step", EXIT_THRESHOLD):
+        if vars(model).get(name) is not None:
+            setattr(model, name, None)
 
 
 def _nothing() -> None:

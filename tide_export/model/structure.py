@@ -1,11 +1,11 @@
 """Finds the parts of any Hugging Face causal LM by watching it run: decoder layers, final norm, head.
 
 No architecture is known by name. The decoder layers are the `ModuleList` of `config.num_hidden_layers` modules that
-each run once on a text, or modules of lists that run as often together. The final modules (a norm, and a projection
-where there is one) lead, tensor by tensor, from the last layer's output to the backbone's `last_hidden_state`; where
-layers pass several hidden states of a token, that is what the backbone's own forward does after its layers. The head
-is everything the model's own forward does after its backbone, scaling and softcaps included. `register_adapter` is
-for models whose parts cannot be found that way.
+each run once on a text, or in loops, or modules of lists that run as often together. The final modules (a norm, and a
+projection where there is one) lead, tensor by tensor, from the last layer's output to the backbone's
+`last_hidden_state`; where layers pass several hidden states of a token, that is what the backbone's own forward does
+after its layers. The head is everything the model's own forward does after its backbone, scaling and softcaps included.
+`register_adapter` is for models whose parts cannot be found that way.
 """
 
 import threading
@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, ModelOutput
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.failures import explained
-from tide_export.model.outputs import first_tensor, with_hidden
-from tide_export.model.repeated_layers import in_turn, repeated_layers
+from tide_export.model.outputs import first_tensor, hidden_alone, hidden_of, lists_beside, with_hidden
+from tide_export.model.repeated_layers import in_turn, looped_layers, loops_of, repeated_layers
 from tide_export.model.replaced_forward import returning
 
 
@@ -34,7 +33,7 @@ class ModelStructure:
 
     Attributes:
         backbone: the module that owns the layers and returns a `ModelOutput` with `last_hidden_state`, or a tuple that
-            starts with it.
+            starts with it or with such an output.
         layers: its decoder layers, in order; each takes the hidden states first, or as `hidden_states`.
         final_modules: the modules from the last layer's output to `last_hidden_state`, in order (norm, projection); may
             be empty. None: the backbone's own forward leads there.
@@ -43,6 +42,7 @@ class ModelStructure:
         streams: number N of hidden states of each token where layers pass several, [N, B, S, D]; None: [B, S, D].
         stream_axis: where N is; 2 for [B, S, N, D].
         others: how many values such a layer gives beside its hidden states.
+        beside: how many lists the backbone returns beside its output (of the states of every loop, say).
     """
 
     backbone: nn.Module
@@ -52,13 +52,18 @@ class ModelStructure:
     streams: int | None = None
     stream_axis: int = 0
     others: int = 0
+    beside: int = 0
+
+    @property
+    def loops(self) -> int:
+        """How often the same layers run, one time after another; each time is as many of `layers`."""
+        return loops_of(self.layers)
 
     @classmethod
     def find(cls, model: PreTrainedModel) -> "ModelStructure":
         """Finds the parts of `model` by its adapter, or else by running it on two tokens.
 
-        Raises:
-            UnsupportedModelError: a part is missing, or an adapter's part is wrong.
+        Raises UnsupportedModelError where a part is missing, or an adapter's part is wrong.
         """
         if getattr(model.config.get_text_config(), "hidden_size", None) is None:
             raise UnsupportedModelError(
@@ -104,7 +109,7 @@ class ModelStructure:
         here = threading.get_ident()
 
         def shorten(_module, _args, output):
-            return with_hidden(output, output[0][:, -1:]) if threading.get_ident() == here else output
+            return with_hidden(output, hidden_of(output)[:, -1:]) if threading.get_ident() == here else output
 
         with self.backbone.register_forward_hook(shorten):
             yield
@@ -132,7 +137,7 @@ class ModelStructure:
         """
         tokens = normalized.reshape(-1, 1, normalized.shape[-1])  # sequences of one token: there may be more than fit
         ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=normalized.device)
-        with returning([self.backbone], _NoOtherOutputs(last_hidden_state=tokens)):
+        with returning([self.backbone], hidden_alone(tokens, self.beside)):
             return model(input_ids=ids, use_cache=False).logits.unflatten(0, normalized.shape[:2]).squeeze(2)
 
     def _run_without_layers(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -140,7 +145,7 @@ class ModelStructure:
         given = self.by_stream(tokens)
         with returning(self.layers, (given, *[None] * self.others) if self.others else given):
             ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=hidden.device)
-            return self.backbone(input_ids=ids, use_cache=False)[0].reshape(*hidden.shape[:-1], -1)
+            return hidden_of(self.backbone(input_ids=ids, use_cache=False)).reshape(*hidden.shape[:-1], -1)
 
 
 Adapter = Callable[[PreTrainedModel], ModelStructure]
@@ -161,14 +166,6 @@ def register_adapter(architecture: str, adapter: Adapter | None) -> None:
         _ADAPTERS.pop(architecture, None)
     else:
         _ADAPTERS[architecture] = adapter
-
-
-class _NoOtherOutputs(BaseModelOutputWithPastAndCrossAttentions):
-    """A backbone's output of hidden states alone: each other field (router logits and the like) is None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -255,7 +252,8 @@ def _find(model: PreTrainedModel) -> ModelStructure:
     chain = None if last.ndim == 4 else _chain(steps, last, hidden)
     if chain is None:
         return _finished_by_forward(model, backbone, layers)
-    return ModelStructure(backbone, layers, tuple(chain), _first_position(model, run))
+    first, beside = _first_position(model, run), lists_beside(run.outputs[id(backbone)])
+    return ModelStructure(backbone, layers, tuple(chain), first, beside=beside)
 
 
 def _chain(
@@ -313,11 +311,14 @@ def _layers(model: PreTrainedModel, run: _Run) -> tuple[nn.Module, nn.ModuleList
         on_text = [layer for layer in layers if run.counts[id(layer)]]
         if len(layers) == depth and on_text and all(run.counts[id(layer)] == 1 for layer in on_text):
             return backbone, nn.ModuleList(on_text)  # the others read images
+    called = [module for module, *_ in run.calls]
+    if calls := looped_layers([layers for _, layers in owners if len(layers) == depth], called):
+        return in_turn(model, calls)
     runs = [sum(run.counts[id(layer)] for layer in layers) for _, layers in owners if len(layers) == depth]
     if runs:
         raise UnsupportedModelError(f"{kind} ran {max(runs)} decoder layers but its config says {depth}")
     # The config may count something else: the layers of an encoder, or attentions.
-    if calls := repeated_layers(model, [module for module, *_ in run.calls], depth):
+    if calls := repeated_layers(model, called, depth):
         return in_turn(model, calls)
     alike = [owner for owner in ran if len(owner[1]) > 1 and len({type(layer) for layer in owner[1]}) == 1]
     if not alike:
@@ -389,8 +390,7 @@ def _leads_to(structure: ModelStructure, last: torch.Tensor, hidden: torch.Tenso
 def _last_hidden(kind: str, backbone: nn.Module, run: _Run) -> torch.Tensor:
     """Returns the backbone's `last_hidden_state`."""
     output = run.outputs.get(id(backbone))
-    hidden = output[0] if isinstance(output, tuple | ModelOutput) else None
-    if not isinstance(hidden, torch.Tensor):
+    if isinstance(output, torch.Tensor) or not isinstance(hidden := hidden_of(output), torch.Tensor):
         raise UnsupportedModelError(f"{kind}: its {type(backbone).__name__} gives no last_hidden_state")
     return hidden
 

@@ -13,7 +13,7 @@ from tide_export.common.progress import stage
 from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import ConfigError
 from tide_export.model.source import SourceModel, load_model
-from tide_export.pipeline.preflight import find_text, planned_checkpoints
+from tide_export.pipeline.preflight import find_text, loop_defaults, planned_checkpoints
 from tide_export.pipeline.request import ExportRequest
 from tide_export.report.write import check_report_path, headline, write_report
 from tide_export.routers.router_set import RouterSet
@@ -59,6 +59,7 @@ def calibrate(
         source = load_model(model, device_map=device_map, trust_remote_code=trust_remote_code)
     refuse_unknown_state(source)
     layer_masks(source.model, source.structure.layers)
+    config = loop_defaults(source, config)
     planned_checkpoints(config, source.num_layers)
     tokenizer = load_tokenizer(model, trust_remote_code)
     made = calibration.calibrate(source, tokenizer, config, None if cache is None else Path(cache))

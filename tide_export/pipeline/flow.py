@@ -12,6 +12,7 @@ from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import stage
 from tide_export.compose.cut import Pieces, cut
+from tide_export.compose.exit_shares import with_exit_shares
 from tide_export.lower.cuda.lower import check_for_cuda
 from tide_export.lower.tensorrt.lower import check_pieces
 from tide_export.model.failures import explained
@@ -19,10 +20,11 @@ from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
 from tide_export.pipeline.draft_head import compose, fusion, given_head, keep_if_it_pays, write_drafter
-from tide_export.pipeline.preflight import check_source, given_routers, warn_if_nothing_exits
+from tide_export.pipeline.preflight import check_source, for_model, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.pipeline.weights import choose_weights, explain_weights, prepare_weights
 from tide_export.plans.build import build_plans
+from tide_export.routers.model_gate import MODEL_GATE, gate_routers
 from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
@@ -60,6 +62,9 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     routers = given_routers(request)
     with stage("loading the model"):
         source = load_model(request.model, **request.loading)
+    request = for_model(source, request)
+    if request.routers == MODEL_GATE:
+        routers = gate_routers(source)
     asked, request = request, choose_weights(source, request)
     length, checkpoints = check_source(source, request, routers, folder)
     head = given_head(source, request, length)
@@ -70,8 +75,10 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         routers = calibrate_for_bundle(source, request, folder)
         if routers.checkpoints != checkpoints:  # chosen by the text (`auto`), or some were dropped
             pieces = trace_and_cut(source, request, routers.checkpoints, length, head.layers)
-    else:
+    elif request.routers != MODEL_GATE:
         routers.check_quantization(source, request.routers or "")
+    if routers.cumulative:
+        pieces = with_exit_shares(pieces, routers.arrays())
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
         graph = compose(source, request, pieces, routers, head)

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from tide_export.calibration.config import TideConfig
@@ -13,6 +14,7 @@ from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import ExportRequest
+from tide_export.routers.model_gate import MODEL_GATE, gate_threshold
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.attention.indexed import max_keys
 from tide_export.trace.attention.masks import layer_masks
@@ -27,14 +29,19 @@ def given_routers(request: ExportRequest) -> RouterSet | None:
     """Loads the router file and checks that the text exists, before the model is loaded for minutes.
 
     Returns:
-        The routers, none of them for an export without checkpoints; None: they are to be calibrated.
+        The routers, none of them for an export without checkpoints or for the model's gate, which is not read yet;
+        None: they are to be calibrated.
 
     Raises:
         ConfigError: there are routers, and no checkpoints.
         RouterFileError: the router file cannot be read.
         DatasetError: a file of text or prompts does not exist.
     """
-    routers = None if request.routers is None else RouterSet.load(request.routers)
+    from_file = request.routers not in (None, MODEL_GATE)
+    routers = RouterSet.load(request.routers or "") if from_file else None
+    if request.routers == MODEL_GATE:
+        _check_gate_options(request)
+        routers = RouterSet({})
     if request.config.checkpoints == "none":
         if routers is not None:
             raise ConfigError("routers are for checkpoints, and --checkpoints is none: omit one of them")
@@ -42,6 +49,36 @@ def given_routers(request: ExportRequest) -> RouterSet | None:
     if routers is None or request.reads_text_for_weights:
         find_text(request.config if routers is None else request.config.model_copy(update={"self_generated": None}))
     return routers
+
+
+def _check_gate_options(request: ExportRequest) -> None:
+    """Refuses what the model's gate cannot be combined with."""
+    if request.config.checkpoints is not None:
+        raise ConfigError("--routers model has a checkpoint after every loop but the last: omit --checkpoints")
+    if request.flavour is not None:
+        raise ConfigError(
+            f"--routers model is for target onnxruntime: the networks of {request.flavour.name} do not sum up a gate's "
+            "probabilities: omit the target, or calibrate routers"
+        )
+
+
+def for_model(source: SourceModel, request: ExportRequest) -> ExportRequest:
+    """Returns `request` with a looped model's defaults, and the threshold of its gate, if that routes.
+
+    Raises:
+        ConfigError: the threshold in the model's config lies outside [0, 1].
+    """
+    threshold = gate_threshold(source) if request.routers == MODEL_GATE else None
+    config = loop_defaults(source, request.config)
+    if threshold is not None and "exit_threshold" not in config.model_fields_set:
+        config = config.model_copy(update={"exit_threshold": threshold})
+    return replace(request, config=config)
+
+
+def loop_defaults(source: SourceModel, config: TideConfig) -> TideConfig:
+    """Returns `config` with, where none are given, checkpoints at the ends of loops and no minimum."""
+    loops = {"checkpoint_interval": source.num_layers // source.loops, "min_layers": 0} if source.loops > 1 else {}
+    return config.model_copy(update={name: loops[name] for name in loops.keys() - config.model_fields_set})
 
 
 def find_text(config: TideConfig) -> None:

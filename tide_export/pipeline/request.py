@@ -39,7 +39,7 @@ class ExportRequest:
     Args:
         model: folder, Hugging Face hub id or GGUF file.
         output: folder of the bundle; missing parent folders are created.
-        routers: a router file; None: routers are calibrated first.
+        routers: a router file, or "model": the exit gate of a looped model; None: routers are calibrated first.
         config: calibration settings and the bundle's default thresholds, min_layers, max_pending and
             compaction_threshold.
         targets: "onnxruntime", which every bundle has, and one of "cuda", "tensorrt" and "tensorrt-rtx", which add

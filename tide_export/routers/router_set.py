@@ -22,6 +22,7 @@ from tide_export.routers.router import Lens, LensArrays, Router, RouterArrays
 logger = logging.getLogger("tide_export")
 
 FORMAT = "tide_export.routers/2"
+CUMULATIVE = "cumulative"  # in the metadata of such a file
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,14 @@ class RouterSet:
         provenance: JSON-serializable record of the calibration: source model, weights hash, dataset, config, versions,
             per-checkpoint report. Empty for a file of TIDE.
         lenses: checkpoint -> its lens; empty if hidden states exit unchanged.
+        cumulative: whether a router's result is the probability p_k of an exit there of what has not exited before, so
+            that the score is that of an exit there or before, 1 - (1 - p_1) .. (1 - p_k) (`routers.model_gate`).
     """
 
     routers: dict[int, Router]
     provenance: dict[str, Any] = field(default_factory=dict)
     lenses: dict[int, Lens] = field(default_factory=dict)
+    cumulative: bool = False
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -100,6 +104,7 @@ class RouterSet:
         """
         target = Path(path)
         metadata = {"format": FORMAT, "provenance": json.dumps(self.provenance, sort_keys=True)}
+        metadata |= {CUMULATIVE: "true"} if self.cumulative else {}
         try:
             replace_files({target: save(self.tensors(), metadata)})
         except OSError as error:
@@ -189,7 +194,7 @@ def _load_safetensors(path: Path) -> RouterSet:
     lenses = {layers: _build_lens(weights, layers, path) for layers, weights in sorted(parts["lenses"].items())}
     if not lenses.keys() <= routers.keys():
         raise RouterFileError(f"router file {path} holds lenses for {list(lenses)} but routers for {list(routers)}")
-    return RouterSet(routers, provenance, lenses)
+    return RouterSet(routers, provenance, lenses, metadata.get(CUMULATIVE) == "true")
 
 
 def _load_tide(path: Path) -> RouterSet:

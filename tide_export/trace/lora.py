@@ -20,7 +20,16 @@ from tide_export.trace.symbolic import symbolic
 
 @contextmanager
 def symbolic_lora(source: SourceModel, rank: int) -> Iterator[None]:
-    """Adds a symbolic operator after every linear layer of the decoder layers, while open; rank 0: none."""
+    """Adds a symbolic operator after every linear layer of the decoder layers, while open; rank 0: none.
+
+    Raises:
+        UnsupportedModelError: there is none, or all run again in loops.
+    """
+    if rank and source.loops > 1:
+        raise UnsupportedModelError(
+            f"{source.architecture} runs its layers in {source.loops} loops, and adapters are for layers that run "
+            "once: omit lora_rank"
+        )
     names = {module: name for name, module in source.model.named_modules()}
     targets: dict[nn.Module, int] = {}
     for number, layer in enumerate(source.structure.layers if rank else ()):

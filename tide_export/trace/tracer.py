@@ -26,7 +26,7 @@ from tide_export.errors import TraceError
 from tide_export.graph.builder import OPSET
 from tide_export.graph.rewriting import nodes_of
 from tide_export.model.failures import refuse_trace
-from tide_export.model.outputs import first_tensor, with_first_tensor, with_hidden
+from tide_export.model.outputs import first_tensor, hidden_of, with_first_tensor, with_hidden
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.names.operators import DOMAIN, OP_ATTENTION, OP_MARKER, STATE_OPERATORS
@@ -114,6 +114,7 @@ def trace(
         forward = _TracedForward(source, cached=masks is not None)
         inputs = {"input_ids": ids, "position_ids": positions}
         model = export_graph(forward, inputs, ["logits"], source.model, source.name)
+    _merge_views(model)
     read_when_written(model, source, placeholders)
     if masks is None and not _only_recurs(model):
         length = max_length or source.context_length or DEFAULT_LENGTH
@@ -208,6 +209,18 @@ def export_graph(
     return exported
 
 
+def _merge_views(model: ir.Model) -> None:
+    """Makes weights that are the same view of the same memory one: those of layers that run several times."""
+    first: dict[tuple, ir.Value] = {}
+    for name, value in list(model.graph.initializers.items()):
+        if value.const_value is not None:
+            array = value.const_value.numpy()
+            one = first.setdefault((array.ctypes.data, array.shape, array.strides, array.dtype), value)
+            if one is not value:
+                value.replace_all_uses_with(one)
+                del model.graph.initializers[name]
+
+
 @contextmanager
 def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
     """Makes the model emit markers, while open.
@@ -229,7 +242,7 @@ def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
         return lambda _module, _args, output: with_first_tensor(output, mark(first_tensor(output), layer))
 
     def after_backbone(_module, _args, output):
-        return with_hidden(output, _mark(output[0], depth + 1))
+        return with_hidden(output, _mark(hidden_of(output), depth + 1))
 
     handles = [structure.layers[0].register_forward_pre_hook(before_first, with_kwargs=True)]
     handles += [structure.layers[layer - 1].register_forward_hook(after(layer)) for layer in bounds if layer]

@@ -67,6 +67,8 @@ class _Rule:
         """Applies the router after `layers` layers to raw hidden states [1, S, D]."""
         normalized = self.routers.exit_state(self.source, layers, raw)
         score = self.routers.routers[layers].to(raw.device)(normalized)
+        if self.routers.cumulative and self.scores:  # of an exit here or before
+            score = self.scores[-1] + (1 - self.scores[-1]) * score
         exits_here = (score > self.thresholds[layers]) & ~self.exited
         self.chosen = torch.where(exits_here[..., None], normalized, self.chosen)
         self.exit_layers = torch.where(exits_here, layers, self.exit_layers)
