@@ -83,7 +83,7 @@ def _held_score(
     thresholds: ir.Value,
 ) -> list[ir.Value]:
     """Returns what `exit_state_and_score` does, the score from the last column of the states."""
-    (count,), width = dims(last), pieces.state_size
+    (count,), width = dims(last), pieces.carried_size
     states = builder.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, width])
     axis, score = builder.weights.integers("axis_0", [0]), columns(builder, states, width - 1, width)
     score = builder.op("Squeeze", [score, axis], dtype=FLOAT, shape=[count, 1])
