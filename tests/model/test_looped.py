@@ -42,7 +42,7 @@ def test_each_loop_s_run_of_a_layer_is_a_layer(source: SourceModel, folder: Path
         torch.testing.assert_close(exited, model(IDS, exit_at_step=loop).logits)
     torch.testing.assert_close(source.run(IDS, []).logits, model(IDS, exit_at_step=LOOPS - 1).logits)
     assert (model(IDS).logits - states.logits).abs().max() > 0.1, "of itself it exits by its gate"
-    assert source.raw_states(IDS, [3])[3].shape == (1, 4, source.hidden_size)
+    assert source.raw_hidden(IDS, [3])[3].shape == (1, 4, source.hidden_size)
     again = load_model(folder, trust_remote_code=True)
     assert torch.equal(again.run(IDS, []).logits, states.logits)
 
