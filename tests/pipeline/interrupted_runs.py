@@ -174,9 +174,9 @@ def export(given: Path, out: Path) -> Action:
     routers, bundle = given / "routers.safetensors", out / "bundle"
     source = load_model(model)
     random_routers(source, (1, 2), range(3, 60)).save(routers)
-    pieces = flow._trace_and_cut(source, flow.ExportRequest(model, bundle), (1, 2), 64)
+    pieces = flow.trace_and_cut(source, flow.ExportRequest(model, bundle), (1, 2), 64)
     flow.load_model = lambda *_, **options: source
-    flow._trace_and_cut = lambda *_: pieces
+    flow.trace_and_cut = lambda *_: pieces
     SourceModel.release = lambda self: None
 
     def arguments(number: int) -> list[str]:

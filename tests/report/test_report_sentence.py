@@ -32,7 +32,7 @@ def test_a_gain_with_its_numbers(assessment):
     time, rest = answer.sentence.split("export measures it. ")
     assert time == (
         f"Expected in time: decoding at {speed:.2f} times the speed of full depth with "
-        f"{100 * choice.outcome.change.tokens:.1f} % changed tokens, counting layers, head, routers and lenses; "
+        f"{100 * choice.outcome.change.changed:.1f} % changed tokens, counting layers, head, routers and lenses; "
     )
     assert rest.startswith(
         "With at most 2 % changed tokens and 2 % more perplexity, demo-llama runs "

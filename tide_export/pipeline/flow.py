@@ -11,21 +11,18 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.common.memory import return_free_memory
 from tide_export.common.progress import stage
-from tide_export.compose.cut import Pieces, cut
 from tide_export.compose.exit_shares import with_exit_shares
-from tide_export.lower.cuda.lower import check_for_cuda
-from tide_export.lower.tensorrt.lower import check_pieces
 from tide_export.model.failures import explained
-from tide_export.model.source import SourceModel, load_model
+from tide_export.model.source import load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
 from tide_export.pipeline.draft_head import compose, fusion, given_head, keep_if_it_pays, write_drafter
 from tide_export.pipeline.preflight import check_source, for_model, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
+from tide_export.pipeline.trace_and_cut import trace_and_cut
 from tide_export.pipeline.weights import choose_weights, explain_weights, prepare_weights
 from tide_export.plans.build import build_plans
 from tide_export.routers.model_gate import MODEL_GATE, gate_routers
-from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
 from tide_export.verify.int8_kv import rounded_kv
@@ -93,17 +90,3 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         manifest = write_drafter(folder, manifest, head)
     source.release()
     return manifest, references
-
-
-def trace_and_cut(
-    source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int, taps: tuple[int, ...] = ()
-) -> Pieces:
-    """Traces the model for sequences of `length` tokens and cuts the graph at its checkpoints."""
-    with stage("tracing the model"), explained(source.model, "be traced"):
-        traced = trace(source, checkpoints, length, bool(taps), request.lora_rank)
-    with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):
-        pieces = cut(traced, length, taps)
-    if request.network_target is not None:
-        check = check_for_cuda if request.for_cuda else check_pieces
-        check(pieces, request.network_weights(source.exact_in))
-    return pieces

@@ -46,14 +46,14 @@ class Early:
     greedy_changed: tuple[float, ...]
 
     @property
-    def agrees(self) -> np.ndarray:
-        """Whether each exit draws the token of full depth, bool [n, C]."""
-        return self.early == self.full[:, None]
+    def losses(self) -> np.ndarray:
+        """1 where an exit draws another token than full depth, else 0, float64 [n, C]."""
+        return (self.early != self.full[:, None]).astype(np.float64)
 
     @property
     def changed(self) -> tuple[float, ...]:
         """Changed tokens if every token exits at one checkpoint, by checkpoint."""
-        return tuple(float(share) for share in 1 - self.agrees.mean(axis=0))
+        return tuple(float(share) for share in self.losses.mean(axis=0))
 
     def recorded(self) -> tuple[Measurement, np.ndarray]:
         """Returns equally long beginnings of the longer answers, for `tuning.replay`, and which they are."""
@@ -61,7 +61,9 @@ class Early:
         length = max(range(2, lengths.max() + 1), key=lambda n: n * int((lengths >= n).sum()))
         chosen = np.flatnonzero(lengths >= length)
         rows = np.stack([np.flatnonzero(self.document == answer)[:length] for answer in chosen])
-        return Measurement(self.scores[rows], self.early[rows], self.full[rows], self.checkpoints, self.depth), chosen
+        unread = np.zeros(self.early[rows].shape)  # what exits add to the loss: a replay asks for speed alone
+        early, full = self.early[rows], self.full[rows]
+        return Measurement(self.scores[rows], early, full, self.checkpoints, self.depth, unread), chosen
 
 
 def measure_exits(source: SourceModel, answers: Answers, checkpoints: Sequence[int]) -> Early:

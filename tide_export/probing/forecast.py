@@ -17,7 +17,6 @@ from tide_export.drafting.schedule import expected_speed
 from tide_export.probing.early import Early
 from tide_export.probing.steps import Steps
 from tide_export.thresholds.pareto import exits, frontier
-from tide_export.tuning.auto import PAYS
 from tide_export.tuning.measure import Measurement
 from tide_export.tuning.replay import best_setting, replay
 
@@ -95,7 +94,7 @@ def forecast(steps: Steps, early: Early, prompts: Sequence[Sequence[int]], epsil
 
 def pays(prediction: Prediction) -> bool:
     """Tells whether a mode is expected to be faster than full depth by more than a measurement misses."""
-    return prediction.expected >= PAYS
+    return prediction.expected >= 1 + MACHINE
 
 
 def exit_seconds(steps: Steps, checkpoints: Sequence[int], exit_at: Sequence[int], max_pending: int) -> float:
@@ -142,9 +141,9 @@ def _outcome(
     for document in documents:
         columns = taken[early.document == document].tolist()
         seconds += exit_seconds(steps, early.checkpoints, columns, MAX_PENDING)
-    kept = np.concatenate([early.agrees, np.ones((len(taken), 1), bool)], axis=1)[np.arange(len(taken)), taken]
+    changed = np.concatenate([early.losses, np.zeros((len(taken), 1))], axis=1)[np.arange(len(taken)), taken]
     layers = np.array([*early.checkpoints, early.depth])[taken]
-    return int(rows.sum()) * steps.plain / seconds, 1 - float(kept[rows].mean()), float(layers[rows].mean())
+    return int(rows.sum()) * steps.plain / seconds, float(changed[rows].mean()), float(layers[rows].mean())
 
 
 def _thresholds(steps: Steps, early: Early, documents: np.ndarray, epsilon: float) -> tuple[float, ...] | None:
@@ -154,9 +153,8 @@ def _thresholds(steps: Steps, early: Early, documents: np.ndarray, epsilon: floa
     """
     rows = np.isin(early.document, documents)
     tokens, best, best_speed = int(rows.sum()), None, 1.0
-    for point in frontier(early.scores[rows], early.agrees[rows], early.checkpoints, early.depth):
-        changed = 1 - point.agreement
-        if changed + sqrt(max(changed, 1 / tokens) / tokens) > epsilon:
+    for point in frontier(early.scores[rows], early.losses[rows], early.checkpoints, early.depth):
+        if point.loss + sqrt(max(point.loss, 1 / tokens) / tokens) > epsilon:
             break
         speed, _, _ = _outcome(steps, early, documents, point.thresholds)
         if speed > best_speed:

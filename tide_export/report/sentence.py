@@ -104,7 +104,7 @@ def _time(assessment: Assessment, choice: Choice) -> str:
     full = costs.layer * assessment.evaluation.num_layers + costs.head
     return (
         f"Expected in time: decoding at {number(full / choice.flops, 2)} times the speed of full depth with "
-        f"{percent(1 - choice.outcome.agreement)} changed tokens, counting layers, head, routers and lenses; "
+        f"{percent(choice.outcome.change.changed)} changed tokens, counting layers, head, routers and lenses; "
         "export measures it."
     )
 
