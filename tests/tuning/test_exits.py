@@ -238,15 +238,13 @@ def test_one_position_of_each_document_makes_the_test_exact(bundle: Path, capsys
     report = tune(capsys, bundle, "--positions", 1, "--prompts-per-document", 1)
     assert report["p_value_kind"] == "binomial"
     assert report["n"] == report["documents"] == 7
-    errors = round(report["risk"] * report["n"])
-    assert report["risk"] == pytest.approx(errors / report["n"])
+    assert report["risk"] == pytest.approx(round(report["risk"] * report["n"]) / report["n"])
 
 
 def test_perplexity_is_bounded_too_and_auto_says_both(bundle: Path, capsys):
     report = tune(capsys, bundle, "--temperature", 0.8)
     evidence = open_bundle(bundle).manifest.auto.evidence
-    for name in ("changed", "changed_error", "perplexity", "perplexity_error", "tokens", "temperature"):
-        assert isinstance(evidence[name], int | float), name
+    assert {"changed", "changed_error", "perplexity", "perplexity_error", "tokens"} <= evidence.keys()
     assert (evidence["changed"], evidence["perplexity"]) == (report["risk"], report["perplexity"])
     assert (report["temperature"], evidence["temperature"], evidence["perplexity_epsilon"]) == (0.8, 0.8, 9.0)
     exits = replace(open_bundle(bundle).manifest.auto, mode="exit", exit_speedup=1.5)
