@@ -89,9 +89,9 @@ def traces():
 def _stored_traces(request: pytest.FixtureRequest) -> None:
     """Whatever exports a model takes its trace from the store."""
     if "torch" in sys.modules:  # else a test that imports it later traces by itself, which takes longer
-        from tide_export.pipeline import flow
+        from tide_export.pipeline import pieces
 
-        flow.trace = request.getfixturevalue("traces")
+        pieces.trace = request.getfixturevalue("traces")
 
 
 @pytest.fixture(scope="session")

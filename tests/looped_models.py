@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,18 @@ AUTO_MAP = {
 
 @contextmanager
 def own_code(folder: Path) -> Iterator[None]:
-    """While open, copies of the code go to `folder`."""
+    """While open, copies of the code of models go to `folder`, and those of other folders are not known."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
         patch.syspath_prepend(str(folder))
+        _forget_code()
         yield
+        _forget_code()
+
+
+def _forget_code() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
 
 
 def make_looped(folder: Path, seed: int = 0, **config: Any) -> Path:

@@ -23,7 +23,7 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
-from tide_export.pipeline import flow
+from tide_export.pipeline import pieces as pipeline_pieces
 from tide_export.pipeline.contents import make_manifest, save_graph
 from tide_export.pipeline.preflight import context_length
 from tide_export.routers.random_routers import random_routers
@@ -43,7 +43,7 @@ def pieces_of(
     traces: Callable[..., TracedModel] | None = None,
 ) -> Pieces:
     """`source` traced, from the store of traces where it has one, and cut."""
-    return cut((traces or flow.trace)(source, checkpoints, bound(source)), bound(source))
+    return cut((traces or pipeline_pieces.trace)(source, checkpoints, bound(source)), bound(source))
 
 
 def engine_of(*arguments: Any, **options: Any) -> Engine:

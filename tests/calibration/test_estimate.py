@@ -61,7 +61,7 @@ def test_seconds_are_tokens_times_costs():
 
 def test_the_measurements_of_lenses_count():
     done = Work(read=1_000, again=0, lens=2_000, train=700, held_out=100)
-    nothing = dict.fromkeys(("model", "head", "target", "lens", "router"), 0.0)
+    nothing = dict.fromkeys(("model", "head", "target", "lens", "router", "changed"), 0.0)
     lenses = list(Costs(**nothing | {"head": 1.0}).of(done, checkpoints=3, depth=12).values())[1]
     assert lenses == MEASURED * 100 * (MEASUREMENTS + 1) * 4
     without = Work(read=1_000, again=0, lens=0, train=700, held_out=100)

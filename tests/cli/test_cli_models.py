@@ -55,7 +55,7 @@ def truncate(model: Path) -> None:
         (lambda model: (model / "model.safetensors").unlink(), "cannot load the weights"),
         (lambda model: (model / "config.json").write_text("{"), "cannot"),
         (lambda model: change_config(model, model_type="abacus"), "abacus"),
-        (lambda model: change_config(model, hidden_size=96), "checkpoint does not fit"),
+        (lambda model: change_config(model, hidden_size=96), "its weights do not fit"),
         (lambda model: (model / "tokenizer.json").unlink(), "tokenizer"),
     ],
     ids=["nan", "missing tensor", "truncated", "no weights", "bad json", "unknown", "misshapen", "no tokenizer"],

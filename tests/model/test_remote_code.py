@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import refused
+from looped_models import own_code
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,10 +48,7 @@ def make_model(folder: Path, tokenizer: Path) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def _modules(tmp_path_factory: pytest.TempPathFactory):
     """Copies of the code go to a folder of the test."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = str(tmp_path_factory.mktemp("modules"))
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
-        patch.syspath_prepend(folder)
+    with own_code(tmp_path_factory.mktemp("modules")):
         yield
 
 

@@ -111,7 +111,11 @@ def check_files(wheel: Path) -> None:
     package = ROOT / "tide_export"
     needed = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
     needed |= {"tide_export/py.typed", "tide_export/report/style.css"}
-    needed |= {"tide_export/drafting/prompts.toml", "tide_export/drafting/prompts.txt"}
+    needed |= {
+        "tide_export/drafting/prompts.toml",
+        "tide_export/drafting/prompts.txt",
+        "tide_export/lower/cuda/kernels.txt",
+    }
     needed |= {"tide_export/runtime/libtide.so", "tide_export/include/tide/tide.h"}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == needed

@@ -27,7 +27,7 @@ from tide_export.bundle.opened import Bundle
 from tide_export.compose.cut import cut
 from tide_export.model.source import SourceModel, wrap_model
 from tide_export.names.operators import OP_GATE, OP_INTEGER_LAYERS, OP_LAYERS, OP_LORA
-from tide_export.pipeline import flow
+from tide_export.pipeline import pieces as pipeline_pieces
 from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers
@@ -81,7 +81,7 @@ class Adapted:
 
 def exported(source: SourceModel, folder: Path, **options: Any) -> Bundle:
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, **LENS_AND_SHORTLIST)
-    pieces = cut(flow.trace(source, CHECKPOINTS, bound(source), lora_rank=RANK), bound(source))
+    pieces = cut(pipeline_pieces.trace(source, CHECKPOINTS, bound(source), lora_rank=RANK), bound(source))
     return bundle_of(source, routers, folder, pieces, **options)
 
 

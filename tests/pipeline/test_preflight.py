@@ -22,7 +22,7 @@ from tide_export.errors import (
     TraceError,
     UnsupportedModelError,
 )
-from tide_export.pipeline import flow, preflight
+from tide_export.pipeline import flow, pieces, preflight
 from tide_export.pipeline.calibrate import calibrate
 from tide_export.pipeline.flow import export
 
@@ -77,7 +77,7 @@ def test_whatever_the_trace_refuses(
         tried.append(checkpoints)
         raise UnsupportedModelError("it computes with an abacus")
 
-    monkeypatch.setattr(flow, "trace", refuse)
+    monkeypatch.setattr(pieces, "trace", refuse)
     config = TideConfig(checkpoints=checkpoints, calibration_dataset=text)
     with pytest.raises(UnsupportedModelError, match="abacus"):
         export(str(small_model), tmp_path / "out", config=config, targets=targets, engines=False)
@@ -99,8 +99,8 @@ def test_a_failure_of_the_graph_builder(tmp_path: Path, small_model: Path, text:
     def fail(*_, **__):
         raise ValueError("a value is an output\nof the graph")
 
-    monkeypatch.setattr(flow, "trace", lambda *_, **__: None)
-    monkeypatch.setattr(flow, part, fail)
+    monkeypatch.setattr(pieces, "trace", lambda *_, **__: None)
+    monkeypatch.setattr(pieces, part, fail)
     with pytest.raises(
         UnsupportedModelError, match=r"^LlamaFor.* raises ValueError \(a value is an output\)$"
     ) as error:
@@ -109,7 +109,7 @@ def test_a_failure_of_the_graph_builder(tmp_path: Path, small_model: Path, text:
 
 
 def test_what_tensorrt_does_not_take(tmp_path: Path, demo_model: Path, text: str, monkeypatch) -> None:
-    stored = flow.trace
+    stored = pieces.trace
 
     def with_a_large_weight(*arguments, **options):
         traced = stored(*arguments, **options)
@@ -122,11 +122,11 @@ def test_what_tensorrt_does_not_take(tmp_path: Path, demo_model: Path, text: str
 
     config = TideConfig(checkpoints=(3, 6, 9), calibration_dataset=text)
     options = {"config": config, "targets": ("tensorrt",), "engines": False}
-    monkeypatch.setattr(flow, "trace", with_a_large_weight)
+    monkeypatch.setattr(pieces, "trace", with_a_large_weight)
     with pytest.raises(GraphError, match="a number too large for float16: use bf16 or fp32") as error:
         export(str(demo_model), tmp_path / "out", weights="fp16", **options)
     says(error)
-    monkeypatch.setattr(flow, "trace", stored)
+    monkeypatch.setattr(pieces, "trace", stored)
     monkeypatch.setattr("tide_export.lower.tensorrt.lower.NOT_TAKEN", frozenset(["Sigmoid"]))
     with pytest.raises(UnsupportedModelError, match="computes with Sigmoid") as error:
         export(str(demo_model), tmp_path / "out", **options)

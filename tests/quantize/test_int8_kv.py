@@ -93,7 +93,7 @@ def test_export_validate_and_inspect(demo_model: Path, demo_bundle: Path, tmp_pa
 
 
 def test_what_cannot_hold_int8_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_cache int8 is for target onnxruntime alone: tensorrt takes"):
+    with pytest.raises(ConfigError, match="kv_cache int8 is for target onnxruntime alone, not for tensorrt"):
         ExportRequest("model", "bundle", config=TideConfig(kv_cache="int8"), targets=("tensorrt",), engines=False)
 
 

@@ -120,7 +120,7 @@ def test_what_such_a_model_cannot_be_exported_for(tmp_path: Path) -> None:
     build(FAMILY).model.save_pretrained(tmp_path / "model")
     model, output = str(tmp_path / "model"), tmp_path / "out"
     with pytest.raises(
-        UnsupportedModelError, match="keeps recurrent states, which TensorRT's networks cannot take back"
+        UnsupportedModelError, match="keeps recurrent states, which the networks of tensorrt cannot take back"
     ):
         export(model, output, targets=("onnxruntime", "tensorrt"), engines=False)
     assert not output.exists()

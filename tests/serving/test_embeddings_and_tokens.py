@@ -42,7 +42,7 @@ def test_vectors_are_the_engine_s(server: Running, engine: Engine) -> None:
         ({"input": []}, 400, "the prompt is empty: give at least one token"),
         ({"input": [1 << 40]}, 400, "the prompt holds token id 1099511627776, outside the vocabulary 0..4095"),
         ({"layer": 4}, 400, "layer must be a checkpoint of the bundle (3, 6, 9), not 4"),
-        ({"layer": 3, "pooling": "mean"}, 400, "pooling 'mean' is for full depth: a checkpoint gives the state"),
+        ({"layer": 3, "pooling": "mean"}, 400, "pooling 'mean' is for full depth: a checkpoint gives the hidden state"),
         ({"dimensions": 5000}, 400, "dimensions must be at most 128, the model's, not 5000"),
         ({"encoding_format": "int8"}, 400, "encoding_format: Input should be 'float' or 'base64'"),
     ],

@@ -28,7 +28,7 @@ def looped_layers(lists: Sequence[nn.ModuleList], called: Sequence[nn.Module]) -
     """Returns the calls of a list's layers, if all run one after another, several times; else none."""
     for layers in lists:
         calls = [module for module in called if module in {*layers}]
-        loops = len(calls) // len(layers)
+        loops = len(calls) // max(1, len(layers))
         if loops > 1 and calls == [*layers] * loops:
             return calls
     return []

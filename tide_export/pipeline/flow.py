@@ -17,9 +17,9 @@ from tide_export.model.source import load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
 from tide_export.pipeline.draft_head import compose, fusion, given_head, keep_if_it_pays, write_drafter
+from tide_export.pipeline.pieces import trace_and_cut
 from tide_export.pipeline.preflight import check_source, for_model, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
-from tide_export.pipeline.trace_and_cut import trace_and_cut
 from tide_export.pipeline.weights import choose_weights, explain_weights, prepare_weights
 from tide_export.plans.build import build_plans
 from tide_export.routers.model_gate import MODEL_GATE, gate_routers

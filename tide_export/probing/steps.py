@@ -28,9 +28,9 @@ from tide_export.model.source import SourceModel, wrap_model
 from tide_export.names.networks import segment_name
 from tide_export.pipeline.contents import make_manifest, write_contents
 from tide_export.pipeline.draft_head import GivenHead, compose, fusion
+from tide_export.pipeline.pieces import trace_and_cut
 from tide_export.pipeline.preflight import check_source
 from tide_export.pipeline.request import ExportRequest
-from tide_export.pipeline.trace_and_cut import trace_and_cut
 from tide_export.pipeline.weights import prepare_weights
 from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers

@@ -11,7 +11,7 @@ from tide_export.cli.main import main
 from tide_export.drafting.heads.eagle3 import read_eagle3
 from tide_export.errors import ConfigError, DraftError
 from tide_export.model.source import SourceModel, load_model
-from tide_export.pipeline import flow
+from tide_export.pipeline import pieces
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.random_routers import random_routers
 
@@ -125,7 +125,7 @@ def test_folders_that_hold_no_head_are_refused(source: SourceModel, tmp_path: Pa
 def test_export_refuses_a_head_before_it_traces(
     source: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(flow, "trace", lambda *args, **options: pytest.fail("it traces"))
+    monkeypatch.setattr(pieces, "trace", lambda *args, **options: pytest.fail("it traces"))
     routers = tmp_path / "routers.safetensors"
     random_routers(source, (3,), prompt(VOCABULARY, 40), bottleneck=16).save(routers)
     head = Eagle3.random()
