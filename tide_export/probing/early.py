@@ -47,7 +47,7 @@ class Early:
 
     @property
     def losses(self) -> np.ndarray:
-        """1 where an exit draws another token than full depth, else 0, float64 [n, C]."""
+        """Counts 1 where an exit draws another token than full depth, else 0, float64 [n, C]."""
         return (self.early != self.full[:, None]).astype(np.float64)
 
     @property
