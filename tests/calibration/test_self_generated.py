@@ -109,6 +109,10 @@ def test_the_chat_template_is_used(demo, tokenizer, prompts, monkeypatch):
     assert [tokenizer.decode(ids) for ids in usable.values()] == [
         f"# user: {prompt}\n# assistant:" for prompt in PROMPTS[:2]
     ]
+    beginnings = prompts.with_name("beginnings.jsonl")
+    beginnings.write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in PROMPTS[:2]))
+    _, usable = prompts_to_answer(tokenizer, str(beginnings), 100, 2)
+    assert [tokenizer.decode(ids) for ids in usable.values()] == PROMPTS[:2]
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('only systems may speak') }}")
     with pytest.raises(DatasetError, match=r"the chat template refuses the prompt 'import os.*only systems may speak"):
         prompts_to_answer(tokenizer, str(prompts), 100, 2)
@@ -118,7 +122,7 @@ def test_the_chat_template_is_used(demo, tokenizer, prompts, monkeypatch):
     ("name", "content", "says"),
     [
         ("empty.txt", "\n\n", "holds no prompts"),
-        ("rows.jsonl", '{"text": "x"}', "entry 1 is no JSON object with a string `prompt`"),
+        ("rows.jsonl", '{"texts": "x"}', "entry 1 is no JSON object with a string `prompt`"),
         ("none.txt", None, "cannot read prompts from"),
         ("long.txt", "word " * 200, "none of its 1 prompts has 1 to 14 tokens, half of calibration_length"),
     ],

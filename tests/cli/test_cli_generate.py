@@ -79,6 +79,11 @@ def test_a_conversation(demo_bundle: Path, tmp_path: Path, capsys, monkeypatch):
     expected = engine.generate(ids, max_new_tokens=8, mode="full").tokens
     line = ["--chat", "--system", "Be brief.", "--mode", "full", "--max-new-tokens", 8]
     assert generated(capsys, bundle, *line)["tokens"] == expected
+    beginnings = tmp_path / "beginnings.jsonl"
+    beginnings.write_text(json.dumps({"text": PROMPT}) + "\n")
+    assert main(["generate", str(bundle), "-q", "--json", "--prompts", str(beginnings), *map(str, line)]) == 0
+    expected = engine.generate(engine.tokenizer.encode(PROMPT), max_new_tokens=8, mode="full").tokens
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
     monkeypatch.setitem(sys.modules, "jinja2", None)
     says = refused(capsys, "generate", bundle, "-q", "--prompt", PROMPT, "--chat")
     assert "a conversation needs the package 'jinja2': pip install 'tide_export[chat]'" in says

@@ -122,8 +122,8 @@ class TestRefusals:
             check_prompts(DraftConfig(prompts=str(tmp_path / "none.txt")))
 
     def test_other_format(self, tmp_path: Path) -> None:
-        message = self.refused(tmp_path, '{"text": "a"}\n', "prompts.jsonl")
-        assert message.endswith("prompts.jsonl: entry 1 is no JSON object with a string `prompt`")
+        message = self.refused(tmp_path, '{"texts": "a"}\n', "prompts.jsonl")
+        assert message.endswith("prompts.jsonl: entry 1 is no JSON object with a string `prompt` or `text`")
 
     def test_binary(self, tmp_path: Path) -> None:
         (tmp_path / "prompts.txt").write_bytes(b"\xff\xfe\x00\x80")

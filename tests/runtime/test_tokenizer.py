@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from beside import turns_beside
 
-from tide_export.common.prompt_files import read_prompts
+from tide_export.common.prompt_files import Beginning, read_prompts
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.tokenizer import REPLACEMENT, BundleTokenizer
 
@@ -83,9 +83,11 @@ def test_a_prompt_that_is_no_unicode_is_refused(tokenizer: BundleTokenizer, text
 def test_prompts_are_lines_or_objects(tmp_path: Path):
     text, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     text.write_text("one\n\ntwo \u2028 still two\n")
-    objects.write_text('{"prompt": "one\\nmore", "id": 1}\n{"prompt": "two"}\n')
+    objects.write_text('{"prompt": "one\\nmore", "id": 1}\n{"prompt": "two", "text": "2"}\n{"text": "three"}\n')
     assert read_prompts(text) == ["one", "two \u2028 still two"]
-    assert read_prompts(objects) == ["one\nmore", "two"]
+    prompts = read_prompts(objects)
+    assert prompts == ["one\nmore", "two", "three"]
+    assert [isinstance(prompt, Beginning) for prompt in prompts] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_prompts_are_lines_or_objects(tmp_path: Path):
     [
         ("", "no prompts"),
         ("[1]\n", "entry 1"),
-        ('{"prompt": "a"}\n{"text": "b"}\n', "entry 2"),
+        ('{"prompt": "a"}\n{"texts": "b"}\n', "entry 2"),
         ("[" * 100_000, "entry 1 is no JSON object"),
         ('{"prompt": "a"}\n{"prompt": "\\ud800"}', "the prompt of entry 2 is not valid Unicode"),
     ],

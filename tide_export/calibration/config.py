@@ -84,8 +84,8 @@ class TideConfig(Settings):
     self_generated: str | None = Field(
         None,
         min_length=1,
-        description="file of prompts, one per line (.jsonl: field prompt): calibrate on the model's own answers to "
-        "them, not on --dataset",
+        description="file of prompts, one per line (.jsonl: field prompt or text): calibrate on the model's own "
+        "answers to them, not on --dataset",
     )
     self_generated_temperature: float = Field(0.8, gt=0.0, description="sampling temperature of these answers")
     self_generated_answers: int = Field(1, ge=1, description="answers sampled per prompt")

@@ -22,7 +22,7 @@ from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
 from tide_export.common.files import failure, replace_files
 from tide_export.common.progress import quiet_transformers
-from tide_export.common.prompt_files import read_prompts
+from tide_export.common.prompt_files import Beginning, read_prompts
 from tide_export.common.values import parse_json
 from tide_export.data.documents import document_hash
 from tide_export.data.sequences import TokenSequence
@@ -158,10 +158,12 @@ def answer_length(source: SourceModel, config: TideConfig) -> int:
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Returns the token ids of a prompt, as a user's message if the tokenizer has a chat template.
 
+    A `Beginning` is no message.
+
     Raises:
         DatasetError: the chat template refuses it.
     """
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None or isinstance(prompt, Beginning):
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}]
     try:

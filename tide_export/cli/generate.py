@@ -26,7 +26,9 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="prompt; if repeated, decoded as a batch")
     prompts.add_argument(
-        "--prompts", metavar="FILE", help="prompts to decode as a batch: one per line, or .jsonl with a field prompt"
+        "--prompts",
+        metavar="FILE",
+        help="prompts to decode as a batch: one per line, or .jsonl with a field prompt or text",
     )
     parser.add_argument(
         "--chat", action="store_true", help="format each prompt as a user's message, by the bundle's template"
@@ -105,14 +107,20 @@ def run_generate(options: Namespace) -> int:
 
 
 def _encoded(engine: "Engine", options: Namespace, prompts: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of the prompts, with --chat formatted as users' messages."""
+    """Returns the token ids of the prompts, with --chat formatted as users' messages, but for beginnings."""
     if not options.chat:
         return [engine.tokenizer.encode(prompt) for prompt in prompts]
+    from tide_export.common.prompt_files import Beginning
     from tide_export.runtime.chat_template import ChatTemplate
 
     template = ChatTemplate(engine.bundle)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return [template.encode(engine.tokenizer, [*system, {"role": "user", "content": one}]) for one in prompts]
+    return [
+        engine.tokenizer.encode(one)
+        if isinstance(one, Beginning)
+        else template.encode(engine.tokenizer, [*system, {"role": "user", "content": one}])
+        for one in prompts
+    ]
 
 
 def _print_stream(engine: "Engine", options: Namespace, prompt: str, ids: list[int], config: GenerationConfig) -> None:

@@ -6,8 +6,14 @@ from tide_export.common.values import check_text, parse_json
 from tide_export.errors import GenerationError
 
 
+class Beginning(str):
+    """The beginning of a text, which a model continues as it stands: no chat template is put around it."""
+
+
 def read_prompts(path: Path) -> list[str]:
-    """Reads prompts from a file, one per line; from a .jsonl file the field `prompt` of each line.
+    """Reads prompts from a file, one per line; of a .jsonl file the field `prompt` or `text`.
+
+    Those of the field `text` are `Beginning`s.
 
     Raises:
         GenerationError: the file cannot be read or holds no prompts, or a line of a .jsonl file has no prompt.
@@ -28,8 +34,9 @@ def _prompt_of(path: Path, number: int, line: str) -> str:
         entry = parse_json(line)
     except ValueError:
         entry = None
-    prompt = entry.get("prompt") if isinstance(entry, dict) else None
+    field = "prompt" if isinstance(entry, dict) and "prompt" in entry else "text"
+    prompt = entry.get(field) if isinstance(entry, dict) else None
     if not isinstance(prompt, str):
-        raise GenerationError(f"{path}: entry {number} is no JSON object with a string `prompt`")
+        raise GenerationError(f"{path}: entry {number} is no JSON object with a string `prompt` or `text`")
     check_text(f"{path}: the prompt of entry {number}", prompt)
-    return prompt
+    return prompt if field == "prompt" else Beginning(prompt)

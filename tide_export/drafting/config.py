@@ -15,7 +15,7 @@ class DraftConfig(Settings):
         None,
         min_length=1,
         description="file of prompts for the model to answer, such as logs: one per line, or .jsonl with a field "
-        "prompt; by default shipped prompts",
+        "`prompt` (a message) or `text` (a beginning to continue, without chat template); by default shipped prompts",
     )
     temperature: float = Field(
         0.8, ge=0.05, le=10.0, description="temperature at which answers are sampled and acceptance is measured"
