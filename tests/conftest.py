@@ -25,6 +25,9 @@ pytest_plugins = ("suite_memory", "quick")
 # of looking every 700 of them, takes a fifteenth of the suite's time.
 gc.set_threshold(50_000, 20, 50)
 
+# What is drafted must not depend on the machine; `runtime/test_measured_costs.py` measures what steps cost.
+os.environ["TIDE_DRAFT_COSTS"] = "assumed"
+
 ROOT = Path(__file__).parents[1]
 CHECKPOINTS = (3, 6, 9)
 

@@ -1,7 +1,5 @@
 """Fixtures that omit what takes seconds and has tests of its own; conftest makes a plugin of them."""
 
-from functools import partial
-
 import pytest
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -20,9 +18,6 @@ def leave_pictures_out(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`draft` reads few of its own prompts, and measures on two of them, a few steps."""
-    from tide_export.tuning.replay import step_costs
-
+    """`draft` reads few of its own prompts, and measures on two of them."""
     monkeypatch.setattr("tide_export.drafting.prompts.MAX_PROMPTS", 300)
     monkeypatch.setattr("tide_export.drafting.flow.MEASURED_PROMPTS", 2)
-    monkeypatch.setattr("tide_export.tuning.drafter_gain.step_costs", partial(step_costs, rounds=3))

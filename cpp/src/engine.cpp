@@ -1,12 +1,10 @@
 // Generates for one prompt, or for a list of prompts as a batch. An engine holds what all sequences share; everything
 // that belongs to one generation is on its caller's stack, so that any number of threads may generate at once.
 #include <algorithm>
-#include <limits>
 
 #include "bundle/verification.h"
 #include "decoding/lossless.h"
 #include "generation_error.h"
-#include "machine.h"
 #include "request.h"
 #include "scheduling/audit.h"
 #include "scheduling/list_limits.h"
@@ -20,9 +18,6 @@ namespace tide {
 namespace {
 
 constexpr std::size_t kMaxPrompts = std::size_t{1} << 24;
-
-constexpr std::size_t kTimedDrafts = 25;
-constexpr std::size_t kEvicting = 64 << 20;  // bytes, more than caches hold
 
 constexpr std::int64_t kMostSlots = 1024;
 
@@ -64,7 +59,20 @@ Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& opti
 Manifest const& Engine::manifest() const { return backend_->manifest(); }
 std::string const& Engine::manifest_text() const { return backend_->bundle().manifest_text; }
 std::string const& Engine::provider() const { return backend_->provider(); }
-Drafting Engine::drafting() const { return manifest().drafting.value_or(default_drafting(manifest())); }
+
+Drafting Engine::drafting(GenerationConfig config) const {
+  config.mode = Mode::lossless;
+  Drafting drafting = drafting_of(manifest(), config);
+  DraftLimits limits = *draft_limits(*backend_, config);
+  drafting.max_drafts = limits.max_drafts;
+  drafting.prompt_lookup = limits.prompt_lookup;
+  drafting.max_learned = manifest().drafter ? limits.drafter : 0;
+  drafting.draft_costs = std::move(limits.costs.exits);
+  drafting.verify_costs = std::move(limits.costs.verify);
+  drafting.drafter_cost = limits.costs.drafter;
+  drafting.costs_source = limits.costs_source;
+  return drafting;
+}
 
 std::optional<AutoMode> Engine::auto_mode(std::int64_t sequences) const {
   auto const& measured = manifest().auto_mode;
@@ -144,37 +152,6 @@ GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<s
   Request const request(*backend_, resolved, prompts);
   if (prompts) resolved.compaction_threshold = request.compaction_threshold;
   return resolved;
-}
-
-double Engine::seconds_of_draft(std::size_t rows, std::size_t sequences) const {
-  backend_->process().check();
-  whole_number("sequences", static_cast<std::int64_t>(sequences), 1);
-  sequences = std::min(sequences, backend_->max_batch_size());
-  auto const drafts = backend_->start_drafts(sequences);
-  if (drafts == nullptr) return std::numeric_limits<double>::quiet_NaN();
-  DraftsInfo const& info = drafts->info();
-  rows = std::clamp<std::size_t>(rows, 1, static_cast<std::size_t>(info.max_rows) - 1);
-  auto const some = [&](std::size_t before, std::size_t count) {
-    return DraftRows{static_cast<std::int64_t>(before), std::vector<std::int64_t>(count, info.tokens[0]),
-                     std::vector<float>(count * info.width)};
-  };
-  DraftRows const first = some(0, rows), next = some(rows, 1);
-  std::vector<SlotDraft> begin, draft;
-  for (std::size_t slot = 0; slot < sequences; ++slot) {
-    begin.push_back({slot, first});
-    draft.push_back({slot, next});
-  }
-  drafts->run(begin);
-  std::vector<double> seconds;
-  std::vector<std::uint64_t> weights(kEvicting / sizeof(std::uint64_t));
-  for (std::size_t i = 0; i < kTimedDrafts; ++i) {
-    for (std::uint64_t& number : weights) ++number;  // as a step of the model, it leaves nothing in the caches
-    double const started = seconds_now();
-    drafts->run(draft);
-    seconds.push_back(seconds_now() - started);
-  }
-  std::nth_element(seconds.begin(), seconds.begin() + kTimedDrafts / 2, seconds.end());
-  return seconds[kTimedDrafts / 2];
 }
 
 BatchState Engine::start_batch(double compaction_threshold, std::int64_t slots) const {

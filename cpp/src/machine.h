@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace tide {
 
@@ -10,5 +11,8 @@ double seconds_now();
 
 // A number that nobody can foresee, for what is to be random without a seed.
 std::uint64_t random_seed();
+
+// The processors, for what is measured on one machine and is not true of another.
+std::string machine_name();
 
 }  // namespace tide

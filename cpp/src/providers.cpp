@@ -4,6 +4,7 @@
 
 #include "onnxruntime/segments.h"
 #include "paged/backend.h"
+#include "segmented/cudart.h"
 #include "tensorrt/plans.h"
 #include "formatting.h"
 #include "tide/errors.h"
@@ -83,9 +84,7 @@ std::shared_ptr<Backend> open_on_gpu(Bundle bundle, std::string const& provider,
   return open_plans(std::move(bundle), provider, plugins, log, gpu);
 }
 
-}  // namespace
-
-std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options) {
+std::shared_ptr<Backend> open_on_any(Bundle bundle, LoadOptions const& options) {
   check(bundle, options);
   if (options.onnxruntime) Ort::use_library(*options.onnxruntime);
   Log const log = options.log ? options.log : [](std::string const& sentence) {
@@ -114,6 +113,17 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   if (opened) return opened;
   if (options.provider == kNetworks) return open_networks(std::move(bundle), options.threads);
   return std::make_shared<PagedBackend>(std::move(bundle), options.threads, options.adapters, options.graphs);
+}
+
+}  // namespace
+
+std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options) {
+  std::shared_ptr<Backend> backend = open_on_any(std::move(bundle), options);
+  if (options.graphs) return backend;  // its networks are not the bundle's
+  bool const gpu = runs_on_gpu(backend->provider());
+  std::string const threads = options.threads ? std::to_string(*options.threads) : "all";
+  backend->costs().keep_as(gpu ? cuda::device_name(static_cast<int>(options.device.value_or(0))) : threads + " threads");
+  return backend;
 }
 
 }  // namespace tide

@@ -110,28 +110,6 @@ void check_effects(Bundle const& bundle, GenerationConfig const& config, bool ba
 #include "tide/options.inc"
 }
 
-// How lossless mode drafts.
-Drafting drafting_of(Manifest const& manifest, GenerationConfig const& config) {
-  if (config.drafting) {
-    check_drafting(*config.drafting, manifest.checkpoints.size());
-    if (config.drafting->thresholds.size() == manifest.checkpoints.size()) return *config.drafting;
-    throw GenerationError("drafting.thresholds must have one value per checkpoint");
-  }
-  return manifest.drafting.value_or(default_drafting(manifest));
-}
-
-// The limits of drafting; none outside lossless mode.
-std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig const& config) {
-  if (config.mode != Mode::lossless) return std::nullopt;
-  Drafting const drafting = drafting_of(bundle.manifest, config);
-  DraftLimits limits(drafting);
-  limits.max_drafts = config.max_pending.value_or(limits.max_drafts);
-  limits.prompt_lookup = config.prompt_lookup.value_or(limits.prompt_lookup);
-  limits.drafter = config.drafter.value_or(limits.drafter);
-  limits.undo(bundle.manifest.model.undo());
-  return limits;
-}
-
 // The compaction threshold of a list of prompts.
 double compaction_share(Manifest const& manifest, GenerationConfig const& config) {
   // In lossless mode pending tokens are drafts, all of which must go through every layer.
@@ -193,21 +171,17 @@ std::vector<std::string> stop_strings(GenerationConfig const& config) {
 // A number that only those who know the salt can find, and that is no negative number of an adapter.
 std::int64_t salted(std::string const& salt, std::int64_t adapter) {
   constexpr std::size_t kDigits = 15;  // hexadecimal: 60 bits
-  std::istringstream text(std::to_string(adapter) + ":" + salt);
-  std::string const digest = sha256([&](char* to, std::size_t size) {
-    text.read(to, static_cast<std::streamsize>(size));
-    return static_cast<std::size_t>(text.gcount());
-  });
+  std::string const digest = sha256_of(std::to_string(adapter) + ":" + salt);
   return -(std::int64_t{1} << 61) - std::stoll(digest.substr(0, kDigits), nullptr, 16);
 }
 
 }  // namespace
 
-Request::Request(Backend const& backend, GenerationConfig const& config, std::optional<std::size_t> prompts)
+Request::Request(Backend& backend, GenerationConfig const& config, std::optional<std::size_t> prompts)
     : mode(within_limits(config).mode),
       max_new_tokens(config.max_new_tokens),
       thresholds(resolve_thresholds(backend.manifest(), config)),
-      drafts(draft_limits(backend.bundle(), config)),
+      drafts(draft_limits(backend, config)),
       max_pending(drafts ? kNoLimit : pending_limit(backend.manifest(), config.max_pending)),
       adapter(adapter_of(backend, config.adapter)),
       cache_root(config.cache_salt ? salted(*config.cache_salt, adapter) : -adapter) {
@@ -222,6 +196,33 @@ Request::Request(Backend const& backend, GenerationConfig const& config, std::op
   states = config.states;
   if (config.prompt_logprobs) prompt_logprobs = static_cast<std::size_t>(*config.prompt_logprobs);
   if (prompts) compaction_threshold = compaction_share(bundle.manifest, config);
+}
+
+Drafting drafting_of(Manifest const& manifest, GenerationConfig const& config) {
+  if (!config.drafting) return manifest.drafting.value_or(default_drafting(manifest));
+  check_drafting(*config.drafting, manifest.checkpoints.size());
+  if (config.drafting->thresholds.size() == manifest.checkpoints.size()) return *config.drafting;
+  throw GenerationError("drafting.thresholds must have one value per checkpoint");
+}
+
+std::optional<DraftLimits> draft_limits(Backend& backend, GenerationConfig const& config) {
+  if (config.mode != Mode::lossless) return std::nullopt;
+  Manifest const& manifest = backend.manifest();
+  Drafting const drafting = drafting_of(manifest, config);
+  DraftLimits limits(drafting);
+  limits.max_drafts = config.max_pending.value_or(limits.max_drafts);
+  limits.prompt_lookup = config.prompt_lookup.value_or(limits.prompt_lookup);
+  limits.drafter = config.drafter.value_or(limits.drafter);
+  limits.undo(manifest.model.undo());
+  MeasuredCosts::Found found{assumed_costs(manifest), limits.costs_source};
+  if (!drafting.verify_costs.empty()) {
+    found = {given_costs(drafting), "given"};
+  } else if (limits.may_draft(manifest.drafter.has_value())) {
+    found = backend.costs().now(backend);
+  }
+  limits.costs = std::move(found.costs);
+  limits.costs_source = found.source;
+  return limits;
 }
 
 GenerationConfig without_auto(Bundle const& bundle, GenerationConfig config, std::optional<AutoMode> const& measured,

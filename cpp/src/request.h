@@ -20,7 +20,7 @@ class Backend;
 struct Request {
   // config: its mode is not `automatic`.
   // prompts: how many there are in a list of prompts; none: one prompt that is not in a list.
-  Request(Backend const& backend, GenerationConfig const& config, std::optional<std::size_t> prompts);
+  Request(Backend& backend, GenerationConfig const& config, std::optional<std::size_t> prompts);
 
   Mode mode;
   std::int64_t max_new_tokens;
@@ -43,6 +43,12 @@ struct Request {
   // Whether its tokens may be audited: those that are made for their hidden states say nothing about the thresholds.
   bool auditable() const { return mode == Mode::exit && !states; }
 };
+
+// How lossless mode drafts: as the configuration says, else the bundle, else the default.
+Drafting drafting_of(Manifest const& manifest, GenerationConfig const& config);
+
+// The limits of drafting, with costs as they are now; none outside lossless mode.
+std::optional<DraftLimits> draft_limits(Backend& backend, GenerationConfig const& config);
 
 // `config` without mode `automatic`: with the mode that it is, its thresholds, and none of the options that this mode
 // does not have. Which options are accepted does not depend on what was measured. `batched`: for a list of prompts.

@@ -11,6 +11,7 @@
 #include "bundle/store.h"
 #include "decoding/decoder.h"
 #include "decoding/drafts.h"
+#include "measured_costs.h"
 #include "process.h"
 #include "tide/runtime.h"
 
@@ -90,12 +91,15 @@ class Backend {
  public:
   // provider: "cpu", "cuda", "tensorrt" or "tensorrt-rtx".
   Backend(Bundle bundle, std::string provider) : bundle_(std::move(bundle)), provider_(std::move(provider)) {}
-  virtual ~Backend() = default;
+  virtual ~Backend() {
+    if (process_.is_this()) costs_.save();
+  }
 
   Bundle const& bundle() const { return bundle_; }
   Manifest const& manifest() const { return bundle_.manifest; }
   std::string const& provider() const { return provider_; }
   Process const& process() const { return process_; }
+  MeasuredCosts& costs() { return costs_; }  // of its steps
 
   // Starts the bundle's drafter for so many sequences; null: it has none that this backend runs. Must not outlive the
   // backend. Throws BundleError: it does not load or does not match the bundle.
@@ -119,6 +123,7 @@ class Backend {
   Bundle bundle_;
   std::string provider_;
   Process process_;
+  MeasuredCosts costs_;
 };
 
 // Opens a bundle with the provider of `options`. Throws ProviderError: the provider is unknown or cannot run this

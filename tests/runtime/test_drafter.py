@@ -229,13 +229,6 @@ def test_the_manifest_and_the_file_belong_together(bundle: Path, tmp_path: Path)
         load(copy)
 
 
-def test_it_says_how_long_a_draft_takes(engine: Engine, tmp_path: Path) -> None:
-    seconds = engine.seconds_of_draft(10, sequences=3)
-    assert seconds is not None
-    assert 0 < seconds < 1
-    assert load(SMALL.write(tmp_path / "b")).seconds_of_draft(10) is None
-
-
 @pytest.fixture(scope="module")
 def demo(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return drafting_copy(demo_bundle, tmp_path_factory.mktemp("demo"))

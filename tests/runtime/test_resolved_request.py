@@ -22,7 +22,10 @@ DRAFTING = Drafting(
     thresholds=(0.3, 0.4), max_drafts=5, prompt_lookup=7, draft_costs=(0.4, 0.8), verify_costs=COSTS, tuning={}
 )
 ALL_GIVEN = {"threshold": 0.5, "max_pending": 1, "compaction_threshold": 0.75}
-DRAFTS = {"max_drafts": 5, "prompt_lookup": 7, "draft_costs": [0.4, 0.8], "verify_costs": list(COSTS), "drafter": 0}
+ASSUMED = {"costs": "assumed", "draft_costs": [pytest.approx(0.1 + 2 / 6), pytest.approx(0.1 + 4 / 6)]}
+ASSUMED |= {"verify_costs": list(DEFAULT_VERIFY_COSTS), "drafter_cost": 0.1}
+# Costs that a bundle holds are of another machine.
+DRAFTS = {"max_drafts": 5, "prompt_lookup": 7, "drafter": 0} | ASSUMED
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +77,14 @@ def test_without_a_drafting_record_the_exits_of_the_bundle_draft(engine: Engine,
     resolved = untuned.resolved(GenerationConfig(mode="lossless", stop_token_ids=[4]), prompts=2)
     assert resolved["thresholds"] == [0.6, NEVER_EXIT]
     assert (resolved["drafting"]["max_drafts"], resolved["drafting"]["prompt_lookup"]) == (6, 8)
-    assert resolved["drafting"]["draft_costs"] == pytest.approx([0.1 + 2 / 6, 0.1 + 4 / 6])
-    assert resolved["drafting"]["verify_costs"] == list(DEFAULT_VERIFY_COSTS)
+    assert resolved["drafting"].items() >= ASSUMED.items()
+
+
+def test_costs_that_are_given_are_used(engine: Engine) -> None:
+    drafting = engine.drafting_as(DRAFTING).resolved(GenerationConfig(mode="lossless"))["drafting"]
+    assert (drafting["costs"], drafting["draft_costs"], drafting["verify_costs"]) == ("given", [0.4, 0.8], list(COSTS))
+    with pytest.raises(GenerationError, match=r"drafting\.verify_costs must have five values"):
+        engine.drafting_as(replace(DRAFTING, verify_costs=COSTS[:4])).resolved(GenerationConfig(mode="lossless"))
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,8 @@ void ended(int) {
 int main(int count, char** arguments) {
   using namespace simulation;
   std::int64_t const seed = count > 2 ? std::atoll(arguments[2]) : 0, steps = count > 3 ? std::atoll(arguments[3]) : kSteps;
+  ::unsetenv("TIDE_DRAFT_COSTS");  // what steps cost is measured in virtual time, and kept nowhere
+  for (char const* const name : {"HOME", "XDG_CACHE_HOME"}) ::unsetenv(name);
   replay = std::string(arguments[0]) + " " + arguments[1] + " " + std::to_string(seed) + " " + std::to_string(steps);
   for (int const signal : {SIGABRT, SIGSEGV, SIGFPE, SIGBUS}) std::signal(signal, ended);
   try {

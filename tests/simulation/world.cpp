@@ -26,6 +26,8 @@ namespace tide {
 double seconds_now() { return table_control.clock; }
 std::uint64_t random_seed() { return static_cast<std::uint64_t>(table_control.runs); }
 
+std::string machine_name() { return "simulated"; }
+
 std::size_t machine_memory() { return static_cast<std::size_t>(simulation::machine_bytes); }
 std::size_t memory_limit() { return machine_memory(); }
 std::size_t memory_left() { return std::size_t{1} << 40; }

@@ -82,7 +82,7 @@ def test_expected_but_not_measured_does_not_pay(capsys, bundle: Path, monkeypatc
 
 def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypatch) -> None:
     engine = tide_export.load(demo_bundle, threads=1)
-    drafting = engine.drafting_as(Setting((0.5,) * 3, 4, 0, 2.0).drafting(CHEAP, {}))
+    drafting = engine.drafting_as(Setting((0.5,) * 3, 4, 0, 2.0).drafting())
     generate = engine.generate
     monkeypatch.setattr(engine, "generate", lambda prompt, **options: generate(prompt[1:], **options))
     request = LosslessRequest(dataset="", prompts=2, new_tokens=8, temperature=0)

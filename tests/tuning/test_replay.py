@@ -111,7 +111,8 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
     thresholds = [float(value) for value in np.quantile(recorded.scores, 0.4, axis=(0, 1))]
     costs = StepCosts((0.1,) * count, {1: 1.0, 2: 1.0}, {1: 1.0}, 1.0)
     setting = Setting(tuple(thresholds), 1, 0, 1.0)
-    drafting = engine.drafting_as(setting.drafting(costs, {}))
+    given = replace(setting.drafting(), draft_costs=costs.draft_costs, verify_costs=costs.verify_costs)
+    drafting = engine.drafting_as(given)
     drafted = accepted = 0
     for p in prompts:
         stats = drafting.generate(p, max_new_tokens=length, mode="lossless", stop_token_ids=[]).stats

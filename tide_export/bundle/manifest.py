@@ -50,7 +50,8 @@ MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 OMITTED = (
     *("quantization", "remote_code", "auto", "kv_cache", "drafter"),
     *("model.kv_layers", "model.states", "model.lora", "networks.matrices", "engines.built", "auto.slots"),
-    *("drafting.drafter_cost", "networks.embedding", "engines.copied", "drafting.max_learned", "drafter.record"),
+    *("drafting.draft_costs", "drafting.verify_costs", "drafting.drafter_cost", "drafting.max_learned"),
+    *("networks.embedding", "engines.copied", "drafter.record"),
 )
 
 
@@ -87,16 +88,21 @@ DEFAULT_VERIFY_COSTS = (0.13, 0.18, 0.3, 0.54, 1.0)  # of 28 million parameters 
 
 @dataclass(frozen=True)
 class Drafting:
-    """How `lossless` mode drafts; chosen for speed by `tune --mode lossless`, never a matter of quality."""
+    """How `lossless` mode drafts; chosen for speed by `draft`, `export` or `tune --mode lossless`, never for quality.
+
+    The costs are for `Engine.drafting_as`, and replace those that the runtime measures where it runs. Bundles of older
+    releases hold costs, which it does not read.
+    """
 
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: early exits do not pay
     max_drafts: int  # drafts by early exits before one verification
     prompt_lookup: int  # tokens of an n-gram (prompt-lookup) draft at most; 0: they do not pay
-    draft_costs: tuple[float, ...]  # of an early exit at each checkpoint, in steps of full depth
-    verify_costs: tuple[float, ...]  # of verifying 1, 2, 4, 8, 16 drafts
-    tuning: dict[str, Any]  # what was measured where (see `tuning.report`)
-    max_learned: int | None = None  # drafts of a drafter before one verification; None, and then not written: 8
-    drafter_cost: float | None = None  # of a drafter's draft, in steps of full depth; None, and then not written: none
+    # None is not written.
+    draft_costs: tuple[float, ...] | None = None  # of an early exit at each checkpoint, in steps of full depth
+    verify_costs: tuple[float, ...] | None = None  # of verifying 1, 2, 4, 8, 16 drafts
+    tuning: dict[str, Any] = field(default_factory=dict)  # what was measured where (see `tuning.report`)
+    max_learned: int | None = None  # drafts of a drafter before one verification; None: 8
+    drafter_cost: float | None = None  # of a drafter's draft, in steps of full depth; None: .1
 
 
 @dataclass(frozen=True)
@@ -256,13 +262,8 @@ def _check(manifest: Manifest, source: str) -> None:
         require(all(0 <= value <= 1 for value in drafting.thresholds), "drafting.thresholds", "must lie in [0, 1]")
         require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more")
         require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more")
-        require(len(drafting.draft_costs) == len(points), "drafting.draft_costs", "must have one value per checkpoint")
-        require(len(drafting.verify_costs) == 5, "drafting.verify_costs", "must have five values")
-        for name in ("drafter_cost", "max_learned"):
-            value = getattr(drafting, name)
-            require(value is None or value >= 0, f"drafting.{name}", "must be 0 or more")
-        for name in ("draft_costs", "verify_costs"):
-            require(all(value >= 0 for value in getattr(drafting, name)), f"drafting.{name}", "holds a negative value")
+        value = drafting.max_learned
+        require(value is None or value >= 0, "drafting.max_learned", "must be 0 or more")
     auto = manifest.auto
     if auto is not None:
         require(auto.mode in MODES, "auto.mode", f"must be one of {', '.join(MODES)}")

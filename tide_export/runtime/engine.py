@@ -7,7 +7,6 @@ generate on one engine at once. `start` and `start_batch` return sequences that 
 
 import ctypes
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -316,12 +315,6 @@ class Engine:
         mode = "full" if (auto := self.auto_of(limits.slots)) is None else auto.mode
         by_default = f"{mode} by default: {sentence(self.auto)}"
         return Scheduler(self.bundle, self._handle, limits, compaction_threshold, audit, by_default, self._drafting)
-
-    def seconds_of_draft(self, rows: int, sequences: int = 1) -> float | None:
-        """Times one draft for each of `sequences` that hold `rows` tokens; None: no drafter runs here."""
-        seconds = ctypes.c_double()
-        call("time_drafter", self._handle, rows, sequences, ctypes.byref(seconds))
-        return None if math.isnan(seconds.value) else seconds.value
 
     def start(
         self, thresholds: Sequence[float], max_pending: int | None = None, adapter: str | None = None

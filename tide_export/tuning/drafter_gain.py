@@ -1,4 +1,4 @@
-"""Measures the cost and the speed-up of a bundle's drafter, after `draft` or `export` has written it."""
+"""Measures the speed-up of a bundle's drafter, after `draft` or `export` has written it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,7 +10,7 @@ from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.tuning.auto import PROVIDER, TEMPERATURE, affordable_tokens, shipped_prompts, with_lossless
 from tide_export.tuning.lossless import MIN_SPEEDUP, compare
-from tide_export.tuning.replay import learned, off, step_costs
+from tide_export.tuning.replay import learned, off
 from tide_export.tuning.report import Comparison
 from tide_export.tuning.request import LosslessRequest
 
@@ -28,13 +28,12 @@ def with_drafter(
         new_tokens: tokens to generate after each.
 
     Returns:
-        The manifest with the costs, the drafting (off if it is not faster) and mode auto; and the measured comparison.
+        The manifest with the drafting (off if it is not faster) and mode auto; and the measured comparison.
     """
     checkpoints = len(engine.manifest.checkpoints)
     request = LosslessRequest(dataset="", prompts=len(prompts), new_tokens=new_tokens, temperature=temperature)
-    costs = step_costs(engine, prompts[0])
-    setting = learned(costs, checkpoints)
-    tuned = engine.drafting_as(setting.drafting(costs, {}))
+    setting = learned(checkpoints)
+    tuned = engine.drafting_as(setting.drafting())
     measured = compare(engine, tuned, prompts, request)
     pays = measured.speedup >= MIN_SPEEDUP
     record: dict[str, Any] = {
@@ -43,11 +42,9 @@ def with_drafter(
         "n": len(prompts),
         "new_tokens": new_tokens,
         "temperature": temperature,
-        "full_seconds": costs.plain,
-        "drafter_seconds": costs.drafter,
         **asdict(measured),
     }
-    drafting = (setting if pays else off(costs, checkpoints)).drafting(costs, record)
+    drafting = (setting if pays else off(checkpoints)).drafting(record)
     auto = with_lossless(tuned, measured.speedup if pays else None, replace(request, slots=()), prompts)
     return replace(engine.manifest, drafting=drafting, auto=auto), measured
 

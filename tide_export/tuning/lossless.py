@@ -19,7 +19,7 @@ from tide_export.runtime.generation import Generation
 from tide_export.tuning.auto import with_lossless
 from tide_export.tuning.measure import measure_prompts
 from tide_export.tuning.prompts import Prompts
-from tide_export.tuning.replay import off, replay, settings_to_measure, step_costs
+from tide_export.tuning.replay import best_setting, learned, off, replay, step_costs
 from tide_export.tuning.report import Comparison, LosslessReport
 from tide_export.tuning.request import LosslessRequest
 
@@ -42,14 +42,17 @@ def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) ->
     with stage("timing steps"):
         costs = step_costs(engine, texts[0])
     with stage("choosing a setting"):
-        settings = settings_to_measure(recorded, costs, prompts.path)
-    setting, measured = off(costs, len(checkpoints)), Comparison(1.0)
+        best = best_setting(recorded, costs, prompts.path)
+        settings = [best] if (best.speedup or 0.0) > 1.0 else []
+        if engine.manifest.drafter is not None:
+            settings.append(learned(len(checkpoints)))
+    setting, measured = off(len(checkpoints)), Comparison(1.0)
     for number, tried in enumerate(settings):
-        comparison = compare(engine, engine.drafting_as(tried.drafting(costs, {})), prompts.calibration, request)
+        comparison = compare(engine, engine.drafting_as(tried.drafting()), prompts.calibration, request)
         if number == 0 or comparison.speedup > measured.speedup:
             setting, measured = tried, comparison
     expected = replay(recorded, costs, prompts.path, setting)
-    tuned = engine.drafting_as(setting.drafting(costs, {}))
+    tuned = engine.drafting_as(setting.drafting())
     pays = measured.speedup >= MIN_SPEEDUP
     if not pays:
         logger.warning(

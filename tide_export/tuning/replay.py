@@ -42,19 +42,12 @@ class StepCosts:
         verify: by n, a step of one token that runs every segment, the deep ones over n tokens.
         block: by n, a step of n tokens that runs every segment over all of them.
         plain: a step at full depth with no token pending, as in mode full.
-        drafter: a draft of the bundle's drafter; None: it has none.
     """
 
     draft: tuple[float, ...]
     verify: dict[int, float]
     block: dict[int, float]
     plain: float
-    drafter: float | None = None
-
-    @property
-    def drafter_cost(self) -> float | None:
-        """Cost of a drafter's draft relative to `plain`, for `manifest.Drafting`."""
-        return None if self.drafter is None else round(self.drafter / self.plain, 4)
 
     @property
     def draft_costs(self) -> tuple[float, ...]:
@@ -88,17 +81,10 @@ class Setting:
     speedup: float | None
     max_learned: int | None = None
 
-    def drafting(self, costs: StepCosts, tuning: dict[str, Any]) -> Drafting:
-        """Returns the manifest's field for this setting."""
+    def drafting(self, tuning: dict[str, Any] | None = None) -> Drafting:
+        """Returns the manifest's field for this setting; the runtime measures what its drafts cost where it runs."""
         return Drafting(
-            self.thresholds,
-            self.max_drafts,
-            self.prompt_lookup,
-            costs.draft_costs,
-            costs.verify_costs,
-            tuning,
-            self.max_learned,
-            costs.drafter_cost,
+            self.thresholds, self.max_drafts, self.prompt_lookup, tuning=tuning or {}, max_learned=self.max_learned
         )
 
 
@@ -146,7 +132,6 @@ def step_costs(
         {n: costs["verify" if drafts and pending else "block", n] for n in lengths},
         {n: costs["block", n] for n in lengths},
         costs["plain", 0],
-        engine.seconds_of_draft(len(ids)),
     )
 
 
@@ -199,28 +184,14 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
     )
 
 
-def settings_to_measure(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]]) -> list[Setting]:
-    """Returns the settings that may be faster than full depth.
-
-    These are the best of exits and prompt lookup, if the replay expects a gain, and the bundle's drafter with prompt
-    lookup, whose gain no recording tells.
-    """
-    best = best_setting(recorded, costs, prompts)
-    settings = [best] if (best.speedup or 0.0) > 1.0 else []
-    if costs.drafter is not None:
-        settings.append(learned(costs, recorded.scores.shape[-1]))
-    return settings
+def learned(checkpoints: int) -> Setting:
+    """Returns the setting that drafts by the bundle's drafter and prompt lookup, whose gain no recording tells."""
+    return replace(off(checkpoints), prompt_lookup=LOOKUP, max_learned=max(DRAFTS), speedup=None)
 
 
-def learned(costs: StepCosts, checkpoints: int) -> Setting:
-    """Returns the setting that drafts by the bundle's drafter and prompt lookup, not by exits."""
-    nothing = off(costs, checkpoints)
-    return replace(nothing, prompt_lookup=LOOKUP, max_learned=max(DRAFTS), speedup=None)
-
-
-def off(costs: StepCosts, checkpoints: int) -> Setting:
+def off(checkpoints: int) -> Setting:
     """Returns the setting without drafts."""
-    return Setting((MAX_THRESHOLD,) * checkpoints, 0, 0, 1.0, None if costs.drafter is None else 0)
+    return Setting((MAX_THRESHOLD,) * checkpoints, 0, 0, 1.0, 0)
 
 
 def best_setting(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]]) -> Setting:
@@ -232,7 +203,7 @@ def best_setting(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequ
         prompts: token ids of the prompts whose continuations were recorded.
     """
     columns = recorded.scores.shape[-1]
-    nothing = off(costs, columns)
+    nothing = off(columns)
     lookup = _tried(recorded, costs, prompts, replace(nothing, prompt_lookup=LOOKUP))
     tried = [nothing, lookup]
     if columns:

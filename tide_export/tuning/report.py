@@ -240,8 +240,8 @@ class LosslessReport:
 
     def drafting(self) -> Drafting:
         """Returns the drafting to store."""
-        setting = self.setting if self.pays else off(self.costs, len(self.checkpoints))
-        return setting.drafting(self.costs, self.record())
+        setting = self.setting if self.pays else off(len(self.checkpoints))
+        return setting.drafting(self.record())
 
     def record(self) -> dict[str, Any]:
         """Returns the result and all that is needed to reproduce it, as JSON types."""
@@ -263,7 +263,6 @@ class LosslessReport:
             "verify_seconds": {str(n): seconds for n, seconds in self.costs.verify.items()},
             "block_seconds": {str(n): seconds for n, seconds in self.costs.block.items()},
             "full_seconds": self.costs.plain,
-            "drafter_seconds": self.costs.drafter,
             "path_prompts": len(self.prompts.path),
             "n": len(self.prompts.calibration),
             **attributes(request, "prompt_length", "new_tokens", "temperature", "threads", "dataset", "seed"),
@@ -316,8 +315,6 @@ class LosslessReport:
         if self.checkpoints:
             steps += [(f"verifying {n} pending tokens", seconds) for n, seconds in costs.verify.items()]
         steps += [(f"{n} tokens at once", seconds) for n, seconds in costs.block.items()]
-        if costs.drafter is not None:
-            steps.append(("draft of the drafter", costs.drafter))
         rows = [[name, f"{1e3 * seconds:.3f}", f"{seconds / costs.plain:.2f}x"] for name, seconds in steps]
         return table(["step", "ms", "x full"], rows)
 

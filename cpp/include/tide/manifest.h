@@ -59,14 +59,16 @@ struct ModelInfo {
   std::vector<std::size_t> kv_read(std::size_t first, std::size_t count) const;
 };
 
-// Draft settings of mode `lossless`, tuned by `tide-export tune --mode lossless`.
+// Draft settings of mode `lossless`, as measured by `tide-export draft`, `export` or `tune --mode lossless`.
 struct Drafting {
   std::vector<double> thresholds;  // one per checkpoint, in [0, 1]
   std::int64_t max_drafts = 0;     // maximum drafts by early exits per verification
   std::int64_t prompt_lookup = 0;  // maximum tokens of a prompt-lookup draft
-  std::vector<double> draft_costs;   // of an early exit at each checkpoint, in steps of full depth
-  std::vector<double> verify_costs;  // of verifying 1, 2, 4, 8, 16 drafts
-  std::optional<double> drafter_cost = {};  // of a drafter's draft, in steps of full depth; none: not measured
+  // Costs that replace the measured ones, of a request's drafting alone; empty: measured. In steps of full depth.
+  std::vector<double> draft_costs = {};   // of an early exit at each checkpoint
+  std::vector<double> verify_costs = {};  // of verifying 1, 2, 4, 8, 16 drafts
+  std::optional<double> drafter_cost = {};  // of a drafter's draft; none: 0.1
+  std::string costs_source = {};  // of what `Engine::drafting` returns: "given", "measured", "cache" or "assumed"
   std::optional<std::int64_t> max_learned = {};  // maximum drafts of a drafter per verification; none: 8
 };
 

@@ -196,8 +196,9 @@ class Engine {
   std::string const& manifest_text() const;  // the text of tide.json
   std::string const& provider() const;  // "cpu", "cuda", "tensorrt" or "tensorrt-rtx"
 
-  // Returns the drafting of lossless mode: as the bundle was tuned, else the default.
-  Drafting drafting() const;
+  // Returns how lossless mode drafts with these options, and what steps cost as it is known now; the first call may measure
+  // that (docs/guide/lossless.md).
+  Drafting drafting(GenerationConfig config = {}) const;
 
   // Returns mode "auto" on this provider for the prompts of a list or all slots of a scheduler. None: full depth.
   std::optional<AutoMode> auto_mode(std::int64_t sequences = 1) const;
@@ -254,10 +255,6 @@ class Engine {
   // Checks options as `generate` does, for a list of `prompts` (none: one prompt), and fills in the mode that `automatic`
   // is, and the compaction threshold of a list.
   GenerationConfig checked(GenerationConfig const& config, std::optional<std::size_t> prompts) const;
-
-  // Times one draft of the bundle's drafter for each of `sequences` with `rows` tokens, in seconds, the median of several
-  // runs; NaN: there is no drafter that this provider runs.
-  double seconds_of_draft(std::size_t rows, std::size_t sequences) const;
 
   // Creates an empty batch to step by hand (include tide/batch.h). Throws GenerationError: memory ran out.
   BatchState start_batch(double compaction_threshold, std::int64_t slots) const;

@@ -296,10 +296,6 @@ TIDE_API void tide_request_free(tide_request* request);   /* does not cancel it 
 
 /* --- drafting ------------------------------------------------------------------------------------------------------ */
 
-/* Times one draft of the bundle's drafter for each of `sequences` with `rows` tokens, in seconds, the median of several runs;
- * NaN: there is no drafter that this provider runs. */
-TIDE_API tide_status tide_time_drafter(const tide_engine* engine, size_t rows, size_t sequences, double* seconds);
-
 /* Replays lossless mode on a recorded continuation of a prompt, without a model. drafting: a JSON object, as in a manifest;
  * "thresholds" are not read. left [positions]: the checkpoint at which each position's token exits, `checkpoints` if at none;
  * early [positions, checkpoints] and full [positions]: the tokens of each exit and of full depth. Sets counts [4]: tokens

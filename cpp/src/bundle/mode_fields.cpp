@@ -7,16 +7,15 @@
 namespace tide {
 namespace {
 
-constexpr std::size_t kVerifyCosts = 5;
-
 void check_count(Field const& field, std::vector<double> const& values, std::size_t count) {
   field.require(values.size() == count, "must have " + std::to_string(count) + " values");
 }
 
-void check_costs(Field const& field, std::vector<double> const& costs, std::size_t count) {
-  check_count(field, costs, count);
-  bool const positive = std::all_of(costs.begin(), costs.end(), [](double cost) { return cost >= 0; });
-  field.require(positive, "holds a negative value");
+// Without costs.
+Drafting limits_in(Field const& field) {
+  Drafting drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole()};
+  if (auto const most = field.find("max_learned")) drafting.max_learned = most->whole();
+  return drafting;
 }
 
 }  // namespace
@@ -30,23 +29,20 @@ std::vector<double> shares_of(Field const& field, std::size_t count) {
 }
 
 Drafting drafting_in(Field const& field) {
-  Drafting drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
-                    field["draft_costs"].reals(), field["verify_costs"].reals()};
+  Drafting drafting = limits_in(field);
+  if (auto const costs = field.find("draft_costs")) drafting.draft_costs = costs->reals();
+  if (auto const costs = field.find("verify_costs")) drafting.verify_costs = costs->reals();
   if (auto const cost = field.find("drafter_cost")) drafting.drafter_cost = cost->real();
-  if (auto const most = field.find("max_learned")) drafting.max_learned = most->whole();
   return drafting;
 }
 
 std::optional<Drafting> drafting_of(Field const& manifest, std::size_t points) {
   auto const field = manifest.find("drafting");
   if (!field) return std::nullopt;
-  Drafting drafting = drafting_in(*field);
+  Drafting drafting = limits_in(*field);  // costs, which older releases wrote, are those of another machine
   shares_of((*field)["thresholds"], points);
-  check_costs((*field)["draft_costs"], drafting.draft_costs, points);
-  check_costs((*field)["verify_costs"], drafting.verify_costs, kVerifyCosts);
   for (char const* const name : {"max_drafts", "prompt_lookup"}) (*field)[name].whole(0);
   if (auto const most = field->find("max_learned")) most->whole(0);
-  if (auto const cost = field->find("drafter_cost")) cost->require(cost->real() >= 0, "must be 0 or more");
   return drafting;
 }
 

@@ -1,5 +1,6 @@
 #include "bundle/sha256.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -73,6 +74,16 @@ std::string sha256(std::function<std::size_t(char* to, std::size_t size)> const&
     for (int shift = 28; shift >= 0; shift -= 4) hex += "0123456789abcdef"[word >> shift & 15];
   }
   return hex;
+}
+
+std::string sha256_of(std::string const& text) {
+  std::size_t at = 0;
+  return sha256([&](char* to, std::size_t size) {
+    std::size_t const count = std::min(size, text.size() - at);
+    std::memcpy(to, text.data() + at, count);
+    at += count;
+    return count;
+  });
 }
 
 }  // namespace tide

@@ -11,4 +11,7 @@ namespace tide {
 // buffer's size at the end.
 std::string sha256(std::function<std::size_t(char* to, std::size_t size)> const& read);
 
+// Of a text.
+std::string sha256_of(std::string const& text);
+
 }  // namespace tide

@@ -1,7 +1,5 @@
 #include "bundle/verification.h"
 
-#include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -24,24 +22,7 @@ constexpr std::size_t kKept = 1000;       // notes; a file whose note is gone is
 fs::path note_of(BundleFile const& file, FileInfo const& expected) {
   fs::path const folder = user_cache();
   if (folder.empty()) return {};
-  std::string const text = file.identity() + " " + expected.sha256;
-  std::size_t at = 0;
-  std::string const name = sha256([&](char* to, std::size_t size) {
-    std::size_t const count = std::min(size, text.size() - at);
-    std::memcpy(to, text.data() + at, count);
-    at += count;
-    return count;
-  });
-  return folder / "verified" / name;
-}
-
-// Removes all but the newest notes.
-void prune(fs::path const& folder) {
-  std::vector<std::pair<fs::file_time_type, fs::path>> notes;
-  for (fs::path const& note : fs::directory_iterator(folder)) notes.emplace_back(fs::last_write_time(note), note);
-  if (notes.size() <= kKept) return;
-  std::nth_element(notes.begin(), notes.end() - kKept, notes.end());
-  std::for_each(notes.begin(), notes.end() - kKept, [](auto const& old) { fs::remove(old.second); });
+  return folder / "verified" / sha256_of(file.identity() + " " + expected.sha256);
 }
 
 void verify(BundleFile const& file, FileInfo const& expected) {
@@ -51,7 +32,7 @@ void verify(BundleFile const& file, FileInfo const& expected) {
   try {
     fs::create_directories(note.parent_path());
     std::ofstream(note, std::ios::app);
-    prune(note.parent_path());
+    keep_newest(note.parent_path(), kKept);
   } catch (fs::filesystem_error const&) {  // it is then hashed again the next time
   }
 }

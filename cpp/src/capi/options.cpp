@@ -138,12 +138,12 @@ std::string json_of(Engine const& engine, GenerationConfig const& config) {
   bool const drafts = config.mode == Mode::lossless;
   std::string drafting = "null";
   if (drafts) {
-    Drafting const used = config.drafting.value_or(engine.drafting());
-    drafting = "{\"max_drafts\": " + std::to_string(config.max_pending.value_or(used.max_drafts)) +
-               ", \"prompt_lookup\": " + std::to_string(config.prompt_lookup.value_or(used.prompt_lookup)) +
-               ", \"drafter\": " +
-               std::to_string(engine.manifest().drafter ? config.drafter.value_or(DraftLimits(used).drafter) : 0) +
-               ", \"draft_costs\": " + list(used.draft_costs) + ", \"verify_costs\": " + list(used.verify_costs) + "}";
+    Drafting const used = engine.drafting(config);
+    drafting = "{\"max_drafts\": " + std::to_string(used.max_drafts) +
+               ", \"prompt_lookup\": " + std::to_string(used.prompt_lookup) +
+               ", \"drafter\": " + std::to_string(*used.max_learned) + ", \"costs\": \"" + used.costs_source +
+               "\", \"draft_costs\": " + list(used.draft_costs) + ", \"verify_costs\": " + list(used.verify_costs) +
+               ", \"drafter_cost\": " + shown(*used.drafter_cost) + "}";
   }
   std::int64_t const pending = drafts ? -1 : config.max_pending.value_or(engine.manifest().max_pending);
   return "{\"mode\": \"" + std::string(name_of(config.mode)) +

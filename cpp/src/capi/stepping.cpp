@@ -109,17 +109,14 @@ tide_status tide_batch_lengths(tide_batch const* batch, std::size_t slot, std::i
 
 void tide_batch_free(tide_batch* batch) { delete batch; }
 
-tide_status tide_time_drafter(tide_engine const* engine, std::size_t rows, std::size_t sequences, double* seconds) {
-  return guarded([&] { *seconds = engine->engine.seconds_of_draft(rows, sequences); });
-}
-
 tide_status tide_replay(char const* drafting, std::int64_t const* prompt, std::size_t count, std::int64_t const* left,
                         std::int64_t const* early, std::int64_t const* full, std::size_t positions,
                         std::size_t checkpoints, std::int64_t* counts, std::int64_t* exits, std::int64_t* runs) {
   return guarded([&] {
     tide::Drafting const given = tide::drafting_options(drafting);
     tide::check_drafting(given, checkpoints);
-    tide::DraftLimits const limits(given);
+    tide::DraftLimits limits(given);
+    limits.costs = tide::given_costs(given);
     tide::Recording const recording{vector_of(prompt, count), checkpoints, left, early, full, positions};
     tide::Replayed const replayed = tide::replay(recording, limits);
     counts[0] = replayed.counts.drafted;

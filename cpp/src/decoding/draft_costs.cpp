@@ -7,12 +7,12 @@ constexpr double kFurther = 2.0;  // what a further sequence costs the drafter, 
 
 }  // namespace
 
-double DraftCosts::more(std::size_t tokens) const {
+double further_cost(std::vector<double> const& verify, std::size_t tokens) {
   if (tokens == 0) return 0;
   std::size_t k = 0;
-  while (k + 2 < verify_.size() && tokens >> (k + 1) > 0) ++k;
+  while (k + 2 < verify.size() && tokens >> (k + 1) > 0) ++k;
   double const known = static_cast<double>(std::size_t{1} << k);
-  return verify_[k] + (static_cast<double>(tokens) - known) * (verify_[k + 1] - verify_[k]) / known;
+  return verify[k] + (static_cast<double>(tokens) - known) * (verify[k + 1] - verify[k]) / known;
 }
 
 double DraftCosts::step(Company const& others) const {

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 namespace tide {
@@ -15,12 +14,22 @@ struct Company {
   std::int64_t later = 0;     // tokens by which the last of them ends later at most, where only its end counts
 };
 
+// What steps cost, in steps of full depth over one token.
+struct StepCosts {
+  std::vector<double> exits;   // of one that exits, at each checkpoint
+  std::vector<double> verify;  // of running 1, 2, 4, 8 and 16 tokens more than one
+  double drafter = 0;          // of a draft of the drafter
+};
+
+constexpr std::size_t kVerifyCosts = 5;
+
+// Of running so many tokens more than one.
+double further_cost(std::vector<double> const& verify, std::size_t tokens);
+
 // The unit is what a step without drafts costs each sequence: with one this is a step of full depth.
 class DraftCosts {
  public:
-  // verify: of running 1, 2, 4, 8 and 16 tokens more than one. drafter: of a draft of the drafter. Both in steps of full
-  // depth over one token.
-  DraftCosts(std::vector<double> verify, double drafter) : verify_(std::move(verify)), drafter_(drafter) {}
+  explicit DraftCosts(StepCosts const& costs) : verify_(costs.verify), drafter_(costs.drafter) {}
 
   // Of verifying so many drafts.
   double verify(Company const& others, std::size_t drafts) const;
@@ -37,7 +46,7 @@ class DraftCosts {
   double rows(Company const& others, std::size_t count) const;
 
  private:
-  double more(std::size_t tokens) const;     // of running so many tokens more than one, in steps over one
+  double more(std::size_t tokens) const { return further_cost(verify_, tokens); }
   double step(Company const& others) const;  // the unit, in steps over one token
 
   std::vector<double> verify_;

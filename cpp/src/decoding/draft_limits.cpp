@@ -18,10 +18,7 @@ constexpr double kWorth = 0.75;    // of such a step, what an exit that is accep
 DraftLimits::DraftLimits(Drafting const& drafting)
     : max_drafts(drafting.max_drafts),
       prompt_lookup(drafting.prompt_lookup),
-      drafter(drafting.max_learned.value_or(kMaxLearned)),
-      draft_costs(drafting.draft_costs),
-      verify_costs(drafting.verify_costs),
-      drafter_cost(drafting.drafter_cost.value_or(kDrafterCost)) {}
+      drafter(drafting.max_learned.value_or(kMaxLearned)) {}
 
 void DraftLimits::undo(std::int64_t tokens) {
   std::int64_t const most = (tokens - 1) / 2;  // by exits or the drafter, and as many n-grams after them
@@ -39,19 +36,30 @@ void check_drafting(Drafting const& drafting, std::size_t checkpoints) {
   require(drafting.prompt_lookup >= 0, "prompt_lookup must be 0 or more");
   require(drafting.drafter_cost.value_or(0) >= 0, "drafter_cost must be 0 or more");
   require(drafting.max_learned.value_or(0) >= 0, "max_learned must be 0 or more");
-  require(drafting.draft_costs.size() >= checkpoints, "draft_costs must have one value per checkpoint");
-  require(drafting.verify_costs.size() == 5, "verify_costs must have five values");
+  bool const given = !drafting.verify_costs.empty() || !drafting.draft_costs.empty() || drafting.drafter_cost;
+  require(!given || drafting.draft_costs.size() >= checkpoints, "draft_costs must have one value per checkpoint");
+  require(!given || drafting.verify_costs.size() == kVerifyCosts, "verify_costs must have five values");
   require(costs(drafting.draft_costs), "draft_costs holds a negative value");
   require(costs(drafting.verify_costs), "verify_costs holds a negative value");
 }
 
+StepCosts assumed_costs(Manifest const& manifest) {
+  StepCosts costs{{}, {0.13, 0.18, 0.3, 0.54, 1.0}, kDrafterCost};
+  for (std::int64_t const layers : manifest.checkpoints) {
+    costs.exits.push_back(kHeadCost + static_cast<double>(layers) / static_cast<double>(manifest.model.num_layers));
+  }
+  return costs;
+}
+
+StepCosts given_costs(Drafting const& drafting) {
+  return {drafting.draft_costs, drafting.verify_costs, drafting.drafter_cost.value_or(kDrafterCost)};
+}
+
 Drafting default_drafting(Manifest const& manifest) {
-  Drafting drafting{manifest.thresholds, 6, 8, {}, {0.13, 0.18, 0.3, 0.54, 1.0}};
-  for (std::size_t i = 0; i < manifest.checkpoints.size(); ++i) {
-    double const layers = static_cast<double>(manifest.checkpoints[i]);
-    double const cost = kHeadCost + layers / static_cast<double>(manifest.model.num_layers);
-    if (!(cost + drafting.verify_costs[0] < kWorth)) drafting.thresholds[i] = 1;
-    drafting.draft_costs.push_back(cost);
+  Drafting drafting{manifest.thresholds, 6, 8, {}, {}};
+  StepCosts const costs = assumed_costs(manifest);
+  for (std::size_t i = 0; i < costs.exits.size(); ++i) {
+    if (!(costs.exits[i] + costs.verify[0] < kWorth)) drafting.thresholds[i] = 1;
   }
   return drafting;
 }

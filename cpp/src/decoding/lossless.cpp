@@ -46,7 +46,7 @@ class LosslessDecoder final : public Decoder {
         context_(context),
         max_learned_(drafter == nullptr ? 0 : std::min(limits.drafter, drafter->max_rows / 2)),
         drafter_(max_learned_ > 0 ? drafter : nullptr),
-        costs_(limits.verify_costs, limits.drafter_cost),
+        costs_(limits.costs),
         balances_(balances ? std::move(balances) : std::make_shared<Balances>()),
         learned_(drafter_ == nullptr ? std::vector<double>() : drafter_->acceptance) {}
 
@@ -195,7 +195,7 @@ class LosslessDecoder final : public Decoder {
     make_room(drafts_, 1);
     drafts_.push_back({{sampler_.draft(result), result.exit_layer, passes(result)}, Draft::exit, 0});
     length_ += static_cast<std::int64_t>(request_.ids.size());
-    exits_cost_ += limits_.draft_costs[static_cast<std::size_t>(result.segments_run - 1)];
+    exits_cost_ += limits_.costs.exits[static_cast<std::size_t>(result.segments_run - 1)];
   }
 
   // The drafts that the full model chooses too, from its logits of every draft, and its token after them. Only the sampler

@@ -28,7 +28,7 @@ Scheduler::~Scheduler() {
 
 RequestHandle Scheduler::submit(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
                                 std::optional<double> timeout) {
-  Backend const& backend = *engine_.backend_;
+  Backend& backend = *engine_.backend_;
   Bundle const& bundle = backend.bundle();
   check_prompt(bundle.manifest, prompt, "the prompt");
   auto const request =

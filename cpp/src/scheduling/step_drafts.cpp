@@ -1,6 +1,7 @@
 // Runs the bundle's drafter for the jobs of a step.
 #include <algorithm>
 
+#include "machine.h"
 #include "scheduling/step_loop.h"
 
 namespace tide {
@@ -39,7 +40,9 @@ bool StepLoop::draft() noexcept {
       if (asking.empty()) return true;
       std::vector<SlotDraft> rows;
       for (std::size_t const slot : asking) rows.push_back({slot, slots_[slot]->decoder().draft_rows()});
+      double const started = seconds_now();
       std::vector<DraftResult> const results = drafts_->run(rows);
+      if (rows.size() == 1 && rows[0].rows.ids.size() == 1) backend_->costs().drafted(seconds_now() - started);
       for (std::size_t i = 0; i < asking.size(); ++i) {
         Decoder& decoder = slots_[asking[i]]->decoder();
         std::size_t const before = decoder.planned();

@@ -306,8 +306,10 @@ void StepLoop::keep(std::size_t slot) noexcept {
 // Runs a step. One that fails for several jobs is repeated for each alone, so that only those end whose own step fails.
 void StepLoop::run(std::vector<SlotRequest> const& requests) noexcept {
   try {
+    double const started = seconds_now();
     std::vector<StepResult> const results = batch_->step(requests);
-    double const seconds = seconds_now() - began_;
+    double const ended = seconds_now(), seconds = ended - began_;
+    show_time(requests, results, ended - started);
     for (std::size_t i = 0; i < requests.size(); ++i) take(requests[i].slot, results[i], seconds);
   } catch (...) {  // of the step alone: `take` throws nothing
     began_ = seconds_now();
@@ -318,6 +320,24 @@ void StepLoop::run(std::vector<SlotRequest> const& requests) noexcept {
       run(alone_);
     }
   }
+}
+
+// Corrects what steps cost by one that ran every segment over all of its tokens, none of a prompt; or one that exited.
+void StepLoop::show_time(std::vector<SlotRequest> const& requests, std::vector<StepResult> const& results,
+                         double seconds) const noexcept {
+  auto const depth = static_cast<std::int64_t>(backend_->manifest().checkpoints.size() + 1);
+  std::size_t tokens = 0;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    StepRequest const& step = requests[i].request;
+    std::int64_t const ran = results[i].segments_run;
+    if (slots_[requests[i].slot]->reads_prompt()) return;
+    if (ran < depth && requests.size() == 1 && step.ids.size() == 1) {
+      return backend_->costs().exited(static_cast<std::size_t>(ran - 1), seconds);
+    }
+    if (ran < depth || static_cast<std::int64_t>(step.ids.size()) != step.logits_to_keep) return;
+    tokens += step.ids.size();
+  }
+  backend_->costs().ran(tokens, seconds);
 }
 
 void StepLoop::take(std::size_t slot, StepResult const& result, double seconds) noexcept {

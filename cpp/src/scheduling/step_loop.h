@@ -73,6 +73,8 @@ class StepLoop {
   void show_others(Job& job) const noexcept;
   void keep(std::size_t slot) noexcept;
   void run(std::vector<SlotRequest> const& requests) noexcept;
+  void show_time(std::vector<SlotRequest> const& requests, std::vector<StepResult> const& results,
+                 double seconds) const noexcept;
   void take(std::size_t slot, StepResult const& result, double seconds) noexcept;
   void fail(std::size_t slot, std::exception_ptr error) noexcept;
   void end(std::size_t slot, std::optional<FinishReason> reason, std::exception_ptr error) noexcept;

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cctype>
 #include <cstdlib>
 #include <string>
 
@@ -79,6 +80,19 @@ bool finds_gpu() {
   } catch (ProviderError const&) {
     return false;
   }
+}
+
+std::string device_name(int gpu) {
+  char properties[kPropertiesSize] = {};
+  if (functions().GetDeviceProperties(properties, gpu) != kSuccess) return "none";
+  std::string name;
+  for (char const* at = properties; *at != '\0'; ++at) {
+    bool const kept = std::isalnum(static_cast<unsigned char>(*at)) != 0 || *at == '.';
+    if (kept) name += *at;
+    if (!kept && !name.empty() && name.back() != '-') name += '-';
+  }
+  if (!name.empty() && name.back() == '-') name.pop_back();
+  return name;
 }
 
 }  // namespace cuda

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace tide {
 namespace cuda {
@@ -95,6 +96,9 @@ Functions const& functions();
 bool decides();
 
 bool finds_gpu();  // without CUDA: no
+
+// A GPU's name as part of a file's name, such as `NVIDIA-H100-PCIe`; "none" where there is none. Throws as `functions`.
+std::string device_name(int gpu);
 
 }  // namespace cuda
 }  // namespace tide

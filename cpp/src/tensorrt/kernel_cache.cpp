@@ -4,11 +4,6 @@
 
 #ifdef TRT_MAJOR_RTX
 
-#include <unistd.h>
-
-#include <cctype>
-#include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <iterator>
 
@@ -18,25 +13,8 @@
 #include "tensorrt/flavours.h"
 
 namespace tide {
-namespace {
 
 namespace fs = std::filesystem;
-
-// The GPU's name as part of a file's name, such as `NVIDIA-H100-PCIe`; "none" where there is none.
-std::string device_name(int gpu) {
-  char properties[cuda::kPropertiesSize] = {};
-  if (cuda::functions().GetDeviceProperties(properties, gpu) != cuda::kSuccess) return "none";
-  std::string name;
-  for (char const* at = properties; *at != '\0'; ++at) {
-    bool const kept = std::isalnum(static_cast<unsigned char>(*at)) != 0 || *at == '.';
-    if (kept) name += *at;
-    if (!kept && !name.empty() && name.back() != '-') name += '-';
-  }
-  if (!name.empty() && name.back() == '-') name.pop_back();
-  return name;
-}
-
-}  // namespace
 
 struct KernelCache::Kernels {
   fs::path path;       // of the file; empty: there is no home
@@ -57,16 +35,7 @@ struct KernelCache::Kernels {
     std::unique_ptr<nvinfer1::IHostMemory> const data(cache->serialize());
     if (path.empty() || data == nullptr) return;
     std::string const kernels(static_cast<char const*>(data->data()), data->size());
-    std::error_code ignored;
-    fs::create_directories(path.parent_path(), ignored);
-    std::string part = path.string() + "XXXXXX";
-    int const descriptor = kernels == stored ? -1 : mkstemp(part.data());
-    if (descriptor < 0) return;
-    close(descriptor);
-    std::ofstream file(part, std::ios::binary);
-    file << kernels;
-    file.close();
-    if (!file || std::rename(part.c_str(), path.c_str()) != 0) fs::remove(part, ignored);
+    if (kernels != stored) replace_cached(path, kernels);
   }
 };
 
@@ -77,7 +46,7 @@ KernelCache::KernelCache(nvinfer1::ICudaEngine& plan, std::string const& version
   std::unique_ptr<nvinfer1::IRuntimeCache> cache(config->createRuntimeCache());
   if (cache == nullptr) return;
   fs::path const folder = user_cache();
-  std::string const file = std::string(kFlavour) + "-" + version + "-" + device_name(gpu) + ".kernels";
+  std::string const file = std::string(kFlavour) + "-" + version + "-" + cuda::device_name(gpu) + ".kernels";
   kernels_.reset(new Kernels{folder.empty() ? fs::path() : folder / file, "", std::move(cache)});
   kernels_->read(log);
 }

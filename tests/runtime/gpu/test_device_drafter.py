@@ -98,7 +98,6 @@ def test_a_drafter_without_an_engine_does_not_draft_on_engines(drafting: Path, t
     made = engine.generate([5, 9], **LOSSLESS)
     assert made.tokens == alone(engine, PROMPTS[1:2], mode="full")[0].tokens
     assert made.stats.learned_drafted == 0
-    assert engine.seconds_of_draft(3) is None
 
 
 def test_what_a_sequence_left_does_not_spoil_the_next_one_s_drafts(callers: tuple[Engine, CallersNetworks]) -> None:
