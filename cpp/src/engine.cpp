@@ -136,6 +136,7 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits, std::optional<AuditCo
   if (limits.waiting) whole_number("waiting", *limits.waiting, 1);
   if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
   whole_number("prefix_cache_bytes", limits.prefix_cache_bytes, 0);
+  whole_number("answer_bytes", limits.answer_bytes, 0);
   double const share = limits.compaction_threshold.value_or(manifest().compaction_threshold);
   number_within("compaction_threshold", share, 0, 1);
   auto batch = backend_->start_batch(share, slots);

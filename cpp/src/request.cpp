@@ -153,6 +153,16 @@ std::set<std::int64_t> stop_ids(Manifest const& manifest, GenerationConfig const
   return {ids.begin(), ids.end()};
 }
 
+// The tokens to draft from.
+std::vector<std::int64_t> predicted(Manifest const& manifest, GenerationConfig const& config) {
+  if (!config.prediction) return {};
+  check_vocabulary(manifest, *config.prediction, "prediction");
+  std::int64_t const context = context_of(manifest);
+  if (static_cast<std::int64_t>(config.prediction->size()) <= context) return *config.prediction;
+  throw GenerationError("prediction has " + std::to_string(config.prediction->size()) + " tokens, more than the context of " +
+                        std::to_string(context) + ": give the part that the answer may repeat");
+}
+
 // The strings that end a generation.
 std::vector<std::string> stop_strings(GenerationConfig const& config) {
   std::string shown;
@@ -191,6 +201,7 @@ Request::Request(Backend& backend, GenerationConfig const& config, std::optional
   check_effects(bundle, config, prompts.has_value());
   stop_token_ids = stop_ids(bundle.manifest, config);
   check_logits(bundle.manifest, config);
+  prediction = predicted(bundle.manifest, config);
   stop = stop_strings(config);
   detokenizer = config.detokenizer;
   states = config.states;

@@ -30,6 +30,7 @@ struct Request {
   double compaction_threshold = 1;    // for a list of prompts
   std::vector<Sampler> samplers;      // one per prompt
   std::set<std::int64_t> stop_token_ids;
+  std::vector<std::int64_t> prediction;  // to draft from
   std::vector<std::string> stop;  // none is empty
   Detokenizer detokenizer;        // none: no text is made
   std::int64_t adapter;           // as `Backend::adapter` gives it

@@ -55,6 +55,7 @@ class Timing:
     layers: int  # decoder layers run while decoding; a catch-up over several pending tokens counts once
     exits: Counter[int]  # layers -> decoded tokens that exited there
     drafts: dict[str, tuple[int, int]]  # drafted and accepted tokens, by source
+    saved_ms: dict[str, float]  # decoding time that drafts saved, by source, estimated from costs
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,22 @@ class BenchReport:
             "decode_speedup": median(run.decode_ms for run in full) / decode,
             "layers_per_token": runs[0].layers / self.new_tokens,
             "exits_per_layer": {str(layers): count for layers, count in sorted(exits.items())},
-            "drafts": {name: {"drafted": count, "accepted": good} for name, (count, good) in runs[0].drafts.items()},
+            "drafts": {
+                name: {"drafted": count, "accepted": good, "saved_ms": median(run.saved_ms[name] for run in runs)}
+                for name, (count, good) in runs[0].drafts.items()
+            },
         }
 
     def _drafts(self) -> list[str]:
         """Returns a line of the accepted drafts by source; nothing if nothing was drafted."""
-        drafts = {name: runs[0].drafts for name, runs in self.runs.items()}.get("lossless", {})
-        counts = [f"{good} of {count} by {source}" for source, (count, good) in drafts.items() if count]
+        runs = self.runs.get("lossless")
+        if not runs:
+            return []
+        counts = [
+            f"{good} of {count} by {source} (about {median(run.saved_ms[source] for run in runs):.1f} ms saved)"
+            for source, (count, good) in runs[0].drafts.items()
+            if count
+        ]
         return [f"  drafts accepted: {', '.join(counts)}"] if counts else []
 
     def render(self) -> str:
@@ -228,4 +238,5 @@ def _run(engine: Engine, mode: Mode, prompt: list[int], new_tokens: int) -> Timi
         layers=sum(stats.layers_run[1:]),
         exits=Counter(stats.exit_layer[1:]),
         drafts=stats.drafts,
+        saved_ms={source: 1e3 * seconds for source, seconds in stats.saved_seconds.items()},
     )

@@ -42,6 +42,8 @@ class GenerationConfig:
             tokens. None: the bundle's.
         drafter: lossless mode: maximum drafts of the bundle's drafter per verification, 0 for none; changes speed,
             never tokens. None: the bundle's.
+        prediction: tokens that the new text is expected to repeat in part, as a file before an edit: lossless mode
+            drafts from them. Changes speed, never tokens. None: none. Stored as a tuple.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: sample from the k most likely tokens; 0 keeps all.
         top_p: sample from the fewest most likely tokens whose probabilities sum to this or more,
@@ -92,6 +94,7 @@ class GenerationConfig:
     max_pending: Annotated[int | None, Limits(0)] = None
     prompt_lookup: Annotated[int | None, Limits(0)] = None
     drafter: Annotated[int | None, Limits(0)] = None
+    prediction: Sequence[int] | None = None
     temperature: Annotated[float, Limits(0)] = 0.0
     top_k: Annotated[int, Limits(0), DRAWN] = 0
     top_p: Annotated[float, Limits(0, 1, above=True), DRAWN] = 1.0
@@ -134,8 +137,9 @@ class GenerationConfig:
             self._set("seed", tuple(whole_number("seed", seed, minimum=0) for seed in seeds))
         elif seeds is not None:
             self._set("seed", whole_number("seed", seeds, minimum=0))
-        if self.stop_token_ids is not None:
-            self._set("stop_token_ids", tuple(token_ids("stop_token_ids", self.stop_token_ids).tolist()))
+        for name in ("stop_token_ids", "prediction"):
+            if (ids := getattr(self, name)) is not None:
+                self._set(name, tuple(token_ids(name, ids).tolist()))
         self._set("stop", _stop(self.stop))
         if self.json_schema is not None:
             self._set("json_schema", _json_schema(self.json_schema))
@@ -209,6 +213,7 @@ class GenerationOptions(TypedDict, total=False):
     max_pending: int | None
     prompt_lookup: int | None
     drafter: int | None
+    prediction: Sequence[int] | None
     temperature: float
     top_k: int
     top_p: float

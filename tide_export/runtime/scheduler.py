@@ -32,7 +32,7 @@ from tide_export.runtime.tokenizer import LateText, tokenizer_of
 from tide_export.runtime.watch import Watch
 
 PROMPT_TOKENS = 512
-MINIMA = {"slots": 1, "prompt_tokens": 1, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0}
+MINIMA = {"slots": 1, "prompt_tokens": 1, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0, "answer_bytes": 0}
 AUDIT_RATE = 0.01  # costs 2 % of the time at most (docs/measurements/serving.md)
 ALL_TOKENS = 2**63  # a position beyond the last token of any request
 
@@ -51,6 +51,8 @@ class SchedulerLimits:
             as many as there is memory for.
         prefix_cache_bytes: bytes of K/V and recurrent states of earlier prompts and answers kept for requests
             that begin with the same tokens, those in use included; 0: none.
+        answer_bytes: bytes of earlier answers in lossless mode that later requests of the same adapter and
+            `cache_salt` draft from; 0: none.
 
     Raises:
         GenerationError: one is not a whole number, or too small.
@@ -61,6 +63,7 @@ class SchedulerLimits:
     waiting: int | None = None
     kv_tokens: int | None = None
     prefix_cache_bytes: int = 0
+    answer_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, minimum in MINIMA.items():

@@ -13,6 +13,12 @@ from tide_export.common.formatting import attributes
 
 NO_LAYER = 0  # the exit layer of a draft by prompt lookup or a drafter
 RATES = ("exit_rate", "layers_run_per_token", "layers_skipped_per_token", "acceptance_rate", "tokens_per_second")
+DRAFTS = {
+    "exit": "early exits",
+    "drafter": "by the drafter",
+    "lookup": "by prompt lookup",
+    "answers": "from earlier answers",
+}
 DERIVED = ("total_tokens", "remaining_tokens", "total_exited", *RATES)  # properties that `as_dict` gives
 
 
@@ -36,6 +42,12 @@ class ExitStats:
     lookup_accepted: int = 0  # drafts by prompt lookup that were accepted
     learned_drafted: int = 0  # tokens drafted by the bundle's drafter
     learned_accepted: int = 0  # drafts by the drafter that were accepted
+    answers_drafted: int = 0  # tokens drafted from answers to earlier requests of a scheduler
+    answers_accepted: int = 0  # drafts from these that were accepted
+    exit_saved_seconds: float = 0.0  # by costs, of `decode_seconds`: what drafts saved, negative where they cost more
+    lookup_saved_seconds: float = 0.0
+    learned_saved_seconds: float = 0.0
+    answers_saved_seconds: float = 0.0
     prefill_seconds: float = 0.0  # the step over the prompt, which gives the first token
     decode_seconds: float = 0.0  # all later steps
 
@@ -73,12 +85,23 @@ class ExitStats:
 
     @property
     def drafts(self) -> dict[str, tuple[int, int]]:
-        """Drafts made and accepted, by source: "exit", "drafter" and "lookup"."""
-        others = self.lookup_drafted + self.learned_drafted, self.lookup_accepted + self.learned_accepted
-        return {
-            "exit": (self.drafted - others[0], self.accepted - others[1]),
+        """Drafts made and accepted, by source: "exit", "drafter", "lookup" and "answers"."""
+        others = {
             "drafter": (self.learned_drafted, self.learned_accepted),
             "lookup": (self.lookup_drafted, self.lookup_accepted),
+            "answers": (self.answers_drafted, self.answers_accepted),
+        }
+        drafted, accepted = (sum(counts) for counts in zip(*others.values(), strict=True))
+        return {"exit": (self.drafted - drafted, self.accepted - accepted), **others}
+
+    @property
+    def saved_seconds(self) -> dict[str, float]:
+        """Decoding time that drafts saved, by source as in `drafts`, estimated from what a step and a draft cost."""
+        return {
+            "exit": self.exit_saved_seconds,
+            "drafter": self.learned_saved_seconds,
+            "lookup": self.lookup_saved_seconds,
+            "answers": self.answers_saved_seconds,
         }
 
     @property
@@ -109,8 +132,8 @@ class ExitStats:
         ]
         rows = [(f"after layer {layers:>3} of {self.num_layers}", n) for layers, n in self.exits_per_layer.items()]
         rows.append((f"after layer {self.num_layers:>3} of {self.num_layers}", self.remaining_tokens))
-        if self.lookup_drafted or self.learned_drafted:
-            names = ["drafter"] * bool(self.learned_drafted) + ["prompt lookup"] * bool(self.lookup_drafted)
+        counted = {"drafter": self.learned_drafted, "prompt lookup": self.lookup_drafted, "answers": self.answers_drafted}
+        if names := [name for name, drafted in counted.items() if drafted]:
             rows.append((" and ".join(names), self.exit_layer.count(NO_LAYER)))
         for where, count in rows:
             share = count / self.total_tokens if self.total_tokens else 0.0
@@ -121,10 +144,11 @@ class ExitStats:
         )
         if self.drafted:
             lines.append(f"drafts: {self.accepted} of {self.drafted} accepted ({self.acceptance_rate:.1%})")
-            labels = {"exit": "early exits", "drafter": "by the drafter", "lookup": "by prompt lookup"}
-            counts = {labels[source]: drafts for source, drafts in self.drafts.items() if drafts[0]}
-            if list(counts) != [labels["exit"]]:
+            counts = {DRAFTS[source]: drafts for source, drafts in self.drafts.items() if drafts[0]}
+            if list(counts) != [DRAFTS["exit"]]:
                 lines[-1] += ": " + ", ".join(f"{good} of {all_} {name}" for name, (all_, good) in counts.items())
+            saved = {DRAFTS[source]: self.saved_seconds[source] for source, drafts in self.drafts.items() if drafts[0]}
+            lines.append("time saved, by costs: " + ", ".join(f"{time:.3f} s {name}" for name, time in saved.items()))
         never = max(self.layer_tokens_total - self.layer_tokens_run, 0)
         lines.append(f"never computed: {never} of {self.layer_tokens_total} (positions x layers, prompt included)")
         speed = f"{self.tokens_per_second:.1f} tokens/s" if self.decode_seconds > 0 else "one step only"

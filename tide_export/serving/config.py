@@ -27,8 +27,11 @@ class ServerConfig(BaseModel):
         ge=0,
         description="bytes of K/V and states for requests that begin alike; on the CPU the weights' size or 256 MiB",
     )
+    answer_bytes: int = Field(
+        1 << 24, ge=0, description="bytes of earlier answers that mode lossless drafts from; 0: none"
+    )
     private_cache: bool = Field(
-        False, description="yes: a request shares cached prompts only with others that give the same cache_salt"
+        False, description="yes: a request shares cached prompts and answers only with others that give the same cache_salt"
     )
     audit_rate: float | None = Field(
         None, gt=0.0, le=1.0, description="share of mode exit's tokens checked against full depth; with an epsilon 0.01"

@@ -30,6 +30,8 @@ class Metrics:
         self._tokens = Counter("tide_tokens", "Tokens generated, by the layers they were made after.", ["layer"], **own)
         self._layers = Counter("tide_layer_passes", "Layer passes of generated tokens.", ["kind"], **own)
         self._drafts = Counter("tide_drafts", "Drafts of lossless mode, by source.", ["source", "kind"], **own)
+        saved = "Time that drafts of lossless mode saved, by source, estimated from costs; falls where they lose."
+        self._saved = Gauge("tide_draft_saved_seconds", saved, ["source"], **own)
         self.first_token = Histogram(
             "tide_first_token_seconds", "From the request to its first token.", buckets=SECONDS, **own
         )
@@ -55,6 +57,7 @@ class Metrics:
         for source, (drafted, accepted) in stats.drafts.items():
             self._drafts.labels(source, "drafted").inc(drafted)
             self._drafts.labels(source, "accepted").inc(accepted)
+            self._saved.labels(source).inc(stats.saved_seconds[source])
         if stats.total_tokens > 1:
             self._per_token.observe(stats.decode_seconds / (stats.total_tokens - 1))
 

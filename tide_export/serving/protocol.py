@@ -102,6 +102,18 @@ class JsonSchema(BaseModel):
     value: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
 
 
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """OpenAI's predicted output: text that the answer is expected to repeat in part."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -167,6 +179,7 @@ class GenerationRequest(Numbers, ABC):
     stream_options: StreamOptions | None = None
     mode: Literal["auto", "exit", "full", "lossless"] = "auto"
     threshold: float | None = Field(None, ge=0.0, le=1.0)
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _refuse_what_cannot_be_done(self) -> "GenerationRequest":
@@ -181,6 +194,12 @@ class GenerationRequest(Numbers, ABC):
         guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
         formed = self.response_format is not None and self.response_format.type != "text"
         return formed or self.structured_outputs is not None or any(one is not None for one in guided)
+
+    @property
+    def predicted(self) -> str:
+        """The text that the answer is expected to repeat in part; empty: none."""
+        content = "" if self.prediction is None else self.prediction.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
     @property
     @abstractmethod
@@ -208,14 +227,21 @@ class GenerationRequest(Numbers, ABC):
         schema = form.json_schema.value if form.json_schema is not None else ANY_OBJECT
         return outputs.model_copy(update={"json_": schema if form.type == "json_schema" else ANY_OBJECT})
 
-    def config(self, max_tokens: int, choice: int, eos_token_ids: Sequence[int]) -> GenerationConfig:
-        """Returns the options of choice number `choice`; GenerationError if one is refused."""
+    def config(
+        self, max_tokens: int, choice: int, eos_token_ids: Sequence[int], prediction: Sequence[int] | None = None
+    ) -> GenerationConfig:
+        """Returns the options of choice number `choice`; GenerationError if one is refused.
+
+        prediction: tokens of `prediction`, which make mode auto `lossless`: others draft from nothing.
+        """
+        drafts = prediction is not None and self.mode == "auto" and self.threshold is None
         greedy = self.temperature == 0
         numbers = {name: getattr(self, name) for name in Numbers.model_fields if not (greedy and NUMBERS[name].drawn)}
         return GenerationConfig(
             **numbers,
             max_new_tokens=max_tokens,
-            mode=self.mode,
+            mode="lossless" if drafts else self.mode,
+            prediction=prediction,
             threshold=self.threshold,
             logit_bias=self.logit_bias or {},
             logprobs=self.logprobs_wanted,

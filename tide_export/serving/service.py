@@ -93,6 +93,7 @@ class Service:
             prefix_cache_bytes=default_prefix_cache_bytes(engine)
             if config.prefix_cache_bytes is None
             else config.prefix_cache_bytes,
+            answer_bytes=config.answer_bytes,
         )
         audit = None
         if config.audit_rate is not None or config.audit_epsilon is not None:
@@ -175,7 +176,7 @@ class Service:
 
     def executor(self, request: GenerationRequest) -> ThreadPoolExecutor | None:
         """Returns the threads that submit a request: those with grammars, which take longer, have their own."""
-        return self._compiling if request.constrained else None
+        return self._compiling if request.constrained else self.reader_of(len(request.predicted))
 
     def reader_of(self, size: int, conversation: bool = False) -> ThreadPoolExecutor | None:
         """Returns the threads that parse or encode what a client sent; None: any.
@@ -251,9 +252,11 @@ class Service:
 
     def _configs(self, request: GenerationRequest, prompt: Prompt) -> Iterator[GenerationConfig]:
         salt = self.salt_of(request.cache_salt)
+        prediction = self.tokenizer.encode(request.predicted) if request.predicted else None
         for choice in range(request.n):
             # At least one token: the step over the prompt generates it.
-            config = request.config(max(prompt.max_tokens, 1), choice, self.engine.manifest.model.eos_token_ids)
+            ends = self.engine.manifest.model.eos_token_ids
+            config = request.config(max(prompt.max_tokens, 1), choice, ends, prediction)
             config = replace(config, adapter=self.adapter_of(request.model), cache_salt=salt)
             if isinstance(request, ChatRequest) and request.offered:
                 config = self._chat().config(request, config)
@@ -291,12 +294,16 @@ def cancel(handles: Sequence[RequestHandle]) -> None:
 
 
 def usage(choices: Choices, completion_tokens: int) -> dict[str, Any]:
-    """Returns OpenAI's `usage`; the first choice of each prompt tells how much of it was cached."""
+    """Returns OpenAI's `usage`: cached tokens by the first choice of each prompt, predicted ones are lossless drafts."""
     first = {id(prompt): (prompt, handle) for prompt, handle in reversed(choices)}.values()
-    prompt_tokens = sum(len(prompt.ids) for prompt, _ in first)
+    prompt_tokens, stats = sum(len(prompt.ids) for prompt, _ in first), [handle.stats for _, handle in choices]
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(handle.cached_tokens for _, handle in first)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(one.accepted for one in stats),
+            "rejected_prediction_tokens": sum(one.drafted - one.accepted for one in stats),
+        },
     }

@@ -34,6 +34,8 @@ struct SchedulerLimits {
   // Bytes of K/V and recurrent states of earlier prompts and answers kept for requests that begin with the same tokens, those
   // in use included; 0: none.
   std::int64_t prefix_cache_bytes = 0;
+  // Bytes of earlier answers in lossless mode that later requests of the same adapter and `cache_salt` draft from; 0: none.
+  std::int64_t answer_bytes = 0;
 };
 
 // Sets how a scheduler checks tokens of mode exit against full depth.

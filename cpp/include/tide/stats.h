@@ -24,6 +24,12 @@ struct ExitStats {
   std::int64_t lookup_accepted = 0;      // drafts by prompt lookup that were accepted
   std::int64_t learned_drafted = 0;      // tokens drafted by the bundle's drafter
   std::int64_t learned_accepted = 0;     // drafts by the drafter that were accepted
+  std::int64_t answers_drafted = 0;      // tokens drafted from answers to earlier requests
+  std::int64_t answers_accepted = 0;     // drafts from these that were accepted
+  double exit_saved_seconds = 0;         // by costs, of `decode_seconds`: what drafts saved, negative where they cost more
+  double lookup_saved_seconds = 0;
+  double learned_saved_seconds = 0;
+  double answers_saved_seconds = 0;
   double prefill_seconds = 0;            // the step over the prompt, which yields the first token
   double decode_seconds = 0;             // all later steps
 

@@ -220,7 +220,7 @@ TIDE_API void tide_generation_free(tide_generation* generation);
 
 /* --- schedulers ---------------------------------------------------------------------------------------------------- */
 
-/* Creates a scheduler. limits: "slots", "prompt_tokens", "waiting", "kv_tokens", "prefix_cache_bytes",
+/* Creates a scheduler. limits: "slots", "prompt_tokens", "waiting", "kv_tokens", "prefix_cache_bytes", "answer_bytes",
  * "compaction_threshold"; "audit_rate", "audit_epsilon": described at tide_scheduler_audit. */
 TIDE_API tide_status tide_scheduler_create(const tide_engine* engine, const char* limits, tide_scheduler** scheduler);
 

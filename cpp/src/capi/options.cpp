@@ -116,6 +116,7 @@ std::pair<SchedulerLimits, std::optional<AuditConfig>> scheduler_options(char co
       {"waiting", [&](Field const& field) { limits.waiting = field.whole(); }},
       {"kv_tokens", [&](Field const& field) { limits.kv_tokens = field.whole(); }},
       {"prefix_cache_bytes", [&](Field const& field) { limits.prefix_cache_bytes = field.whole(); }},
+      {"answer_bytes", [&](Field const& field) { limits.answer_bytes = field.whole(); }},
       {"compaction_threshold", [&](Field const& field) { limits.compaction_threshold = field.real(); }},
       {"audit_rate", [&](Field const& field) { audits().rate = field.real(); }},
       {"audit_epsilon", [&](Field const& field) { audits().epsilon = field.real(); }},

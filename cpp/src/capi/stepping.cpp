@@ -119,10 +119,12 @@ tide_status tide_replay(char const* drafting, std::int64_t const* prompt, std::s
     limits.costs = tide::given_costs(given);
     tide::Recording const recording{vector_of(prompt, count), checkpoints, left, early, full, positions};
     tide::Replayed const replayed = tide::replay(recording, limits);
-    counts[0] = replayed.counts.drafted;
-    counts[1] = replayed.counts.accepted;
-    counts[2] = replayed.counts.lookup_drafted;
-    counts[3] = replayed.counts.lookup_accepted;
+    tide::DraftCounts::Of const& of_exits = replayed.counts.of(tide::DraftSource::exit);
+    tide::DraftCounts::Of const& lookup = replayed.counts.of(tide::DraftSource::lookup);
+    counts[0] = of_exits.drafted + lookup.drafted;
+    counts[1] = of_exits.accepted + lookup.accepted;
+    counts[2] = lookup.drafted;
+    counts[3] = lookup.accepted;
     put_lengths(replayed.exits, exits);
     for (std::size_t i = 0; i < replayed.runs.size(); ++i) {
       runs[2 * i] = replayed.runs[i].first;

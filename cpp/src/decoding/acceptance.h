@@ -33,13 +33,6 @@ class Balance {
   double steps_;
 };
 
-// By kind of draft; all sequences that are decoded together have one.
-struct Balances {
-  explicit Balances(std::size_t sequences = 1) : exits(sequences), ngrams(sequences), learned(sequences) {}
-
-  Balance exits, ngrams, learned;
-};
-
 // Estimated shares of drafts that are accepted, by source.
 class Acceptance {
  public:

@@ -33,11 +33,11 @@ void Decoder::take_draft(DraftResult const&, std::size_t) {}
 
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
                                       std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
-                                      std::shared_ptr<Balances> const& balances) {
+                                      std::shared_ptr<SharedDrafting> const& shared) {
   Sampler sampler = std::move(request.samplers[number]);
   if (request.drafts) {
     return make_lossless_decoder(manifest.depths(), manifest.model.context_length, std::move(sampler), *request.drafts,
-                                 request.stop_token_ids, drafter, balances);
+                                 request.stop_token_ids, drafter, shared, request.cache_root, request.prediction);
   }
   if (audit != nullptr && request.auditable()) return make_audited_decoder(std::move(sampler), manifest.depths(), audit);
   return std::make_unique<OneByOne>(std::move(sampler), manifest.depths());

@@ -2,6 +2,9 @@
 // decoders of a batch at once. One decoder yields a token per step; the lossless decoder drafts and verifies.
 #pragma once
 
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -13,7 +16,7 @@
 namespace tide {
 
 class Audit;
-struct Balances;
+struct SharedDrafting;
 struct DraftResult;
 struct DraftRows;
 struct DraftsInfo;
@@ -26,11 +29,21 @@ struct StepRequest {
   bool full = false;
 };
 
+// Who drafts: an early exit, the bundle's drafter, prompt lookup, or answers to earlier requests.
+enum class DraftSource : std::size_t { exit, learned, lookup, answers };
+
 // Drafts so far.
 struct DraftCounts {
-  std::int64_t drafted = 0, accepted = 0;                  // by whatever source
-  std::int64_t lookup_drafted = 0, lookup_accepted = 0;    // of these, by prompt lookup
-  std::int64_t learned_drafted = 0, learned_accepted = 0;  // of these, by the bundle's drafter
+  struct Of {
+    std::int64_t drafted = 0, accepted = 0;
+    double saved = 0;  // steps: one for each that was accepted, less what making and verifying all of them cost
+  };
+
+  std::array<Of, 4> by_source;
+  double spent = 0;  // steps: what tokens after the first cost, drafts included
+
+  Of& of(DraftSource source) { return by_source[static_cast<std::size_t>(source)]; }
+  Of const& of(DraftSource source) const { return by_source[static_cast<std::size_t>(source)]; }
 };
 
 // Chooses the tokens of one sequence, which starts empty and runs only the steps requested here.
@@ -114,11 +127,11 @@ class Decoder {
 // The decoder of a request's prompt of this number. In lossless mode the sequence must be started with kNoLimit as
 // `max_pending`: the decoder decides when to verify.
 //
-// audit: of mode exit; null: none. drafter: of the bundle, which outlives it; null: none. balances: of what is decoded
+// audit: of mode exit; null: none. drafter: of the bundle, which outlives it; null: none. shared: of what is decoded
 // together; null: of this sequence alone.
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
                                       std::shared_ptr<Audit> const& audit = nullptr,
                                       DraftsInfo const* drafter = nullptr,
-                                      std::shared_ptr<Balances> const& balances = nullptr);
+                                      std::shared_ptr<SharedDrafting> const& shared = nullptr);
 
 }  // namespace tide

@@ -3,6 +3,27 @@
 #include "room.h"
 
 namespace tide {
+namespace {
+
+void count_drafts(DraftCounts const& counts, ExitStats& stats) {
+  DraftCounts::Of const &exits = counts.of(DraftSource::exit), &learned = counts.of(DraftSource::learned),
+                        &lookup = counts.of(DraftSource::lookup), &answers = counts.of(DraftSource::answers);
+  stats.drafted = exits.drafted + learned.drafted + lookup.drafted + answers.drafted;
+  stats.accepted = exits.accepted + learned.accepted + lookup.accepted + answers.accepted;
+  stats.lookup_drafted = lookup.drafted;
+  stats.lookup_accepted = lookup.accepted;
+  stats.learned_drafted = learned.drafted;
+  stats.learned_accepted = learned.accepted;
+  stats.answers_drafted = answers.drafted;
+  stats.answers_accepted = answers.accepted;
+  double const step = counts.spent > 0 ? stats.decode_seconds / counts.spent : 0;  // seconds
+  stats.exit_saved_seconds = exits.saved * step;
+  stats.lookup_saved_seconds = lookup.saved * step;
+  stats.learned_saved_seconds = learned.saved * step;
+  stats.answers_saved_seconds = answers.saved * step;
+}
+
+}  // namespace
 
 Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& prompt, Request const& request)
     : depths_(manifest.depths()), context_(manifest.model.context_length), request_(request), next_ids_(prompt) {
@@ -50,14 +71,8 @@ std::size_t Progress::take(std::vector<Token> const& block, Decoder& decoder,
 
   // From here on nothing throws.
   (generation_.tokens.empty() ? stats.prefill_seconds : stats.decode_seconds) += seconds;
-  DraftCounts const& counts = decoder.counts();
-  stats.drafted = counts.drafted;
-  stats.accepted = counts.accepted;
-  stats.lookup_drafted = counts.lookup_drafted;
-  stats.lookup_accepted = counts.lookup_accepted;
-  stats.learned_drafted = counts.learned_drafted;
-  stats.learned_accepted = counts.learned_accepted;
-  stats.layer_tokens_run = (counts.drafted - counts.accepted) * stats.num_layers;  // of what every layer ran and is undone
+  count_drafts(decoder.counts(), stats);
+  stats.layer_tokens_run = (stats.drafted - stats.accepted) * stats.num_layers;  // of what every layer ran and is undone
   for (std::size_t k = 0; k < depths_.size(); ++k) {
     stats.layer_tokens_run += (lengths[k] - cached_tokens) * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
   }

@@ -4,9 +4,9 @@
 #include <cassert>
 #include <optional>
 
-#include "decoding/acceptance.h"
 #include "decoding/drafts.h"
 #include "decoding/prompt_lookup.h"
+#include "decoding/shared_drafting.h"
 #include "room.h"
 
 namespace tide {
@@ -19,11 +19,11 @@ constexpr double kSpentTokens = 20, kSpentDecay = 0.97;
 
 // A token that awaits verification.
 struct Draft {
-  enum Kind { exit, learned, ngram };
-
   Token token;
-  Kind kind;
-  std::size_t source;  // see `Acceptance`; 0 of an exit
+  DraftSource source;
+  std::size_t kind;  // of that source's drafts, see `Acceptance`; 0 of an exit
+
+  bool is_text() const { return source == DraftSource::lookup || source == DraftSource::answers; }
 };
 
 class LosslessDecoder final : public Decoder {
@@ -39,15 +39,17 @@ class LosslessDecoder final : public Decoder {
  public:
   LosslessDecoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context, Sampler sampler,
                   DraftLimits const& limits, std::set<std::int64_t> stops, DraftsInfo const* drafter,
-                  std::shared_ptr<Balances> balances)
+                  std::shared_ptr<SharedDrafting> shared, std::int64_t owner, std::vector<std::int64_t> prediction)
       : Decoder(std::move(sampler), std::move(depths)),
         limits_(limits),
         stops_(std::move(stops)),
+        owner_(owner),
+        prediction_(std::move(prediction)),
         context_(context),
         max_learned_(drafter == nullptr ? 0 : std::min(limits.drafter, drafter->max_rows / 2)),
         drafter_(max_learned_ > 0 ? drafter : nullptr),
         costs_(limits.costs),
-        balances_(balances ? std::move(balances) : std::make_shared<Balances>()),
+        shared_(shared ? std::move(shared) : std::make_shared<SharedDrafting>()),
         learned_(drafter_ == nullptr ? std::vector<double>() : drafter_->acceptance) {}
 
   bool verifies() const override { return true; }
@@ -56,7 +58,10 @@ class LosslessDecoder final : public Decoder {
 
   void begin_block(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) override {
     new_ids_ = ids;
-    if (length_ == 0) lookup_.extend(ids);
+    if (length_ == 0) {
+      lookup_.extend(ids);
+      lookup_.extend(prediction_);
+    }
     max_tokens_ = length_ == 0 ? 1 : max_tokens;  // a prompt needs every layer: no draft
     drafts_.clear();
     exits_cost_ = drafter_cost_ = 0;
@@ -136,14 +141,14 @@ class LosslessDecoder final : public Decoder {
     make_room(drafts_, 1);
     auto const drafted = sampler_.draft(result.logits, drafter_->tokens, vocabulary_, drafts_.size());
     if (!drafted) return false;
-    std::size_t const source = confidence_source(drafted->confidence);
+    std::size_t const kind = confidence_source(drafted->confidence);
     drafter_cost_ += costs_.draft(others_, sharing);
-    learned_.count(source);
+    learned_.count(kind);
     if (drafts_.empty()) waiting_ = {rows, {}, {}};
-    double const share = share_ * learned_.of(source);
+    double const share = share_ * learned_.of(kind);
     if (!pays(share, drafts_.size())) return false;
     share_ = share;
-    drafts_.push_back({{drafted->id, 0, 0}, Draft::learned, source});
+    drafts_.push_back({{drafted->id, 0, 0}, DraftSource::learned, kind});
     next.ids[0] = drafted->id;
     last_ = std::move(next);
     return true;
@@ -152,9 +157,9 @@ class LosslessDecoder final : public Decoder {
   // Requests the step that drafts one more token by an exit or verifies all drafts. Where it throws, only the sampler may
   // have changed.
   void plan() {
-    std::size_t const first = drafts_.size(), ran = drafted_by(Draft::exit) ? first - 1 : 0;
+    std::size_t const first = drafts_.size(), ran = drafted_by(DraftSource::exit) ? first - 1 : 0;
     StepRequest next;
-    if (!drafted_by(Draft::exit)) next.ids = new_ids_;
+    if (!drafted_by(DraftSource::exit)) next.ids = new_ids_;
     auto const length = length_ + static_cast<std::int64_t>(next.ids.size() + first - ran);
     std::vector<Draft> drafts = drafts_;
     if (!ends() && !waits()) draft_ngrams(drafts, length);
@@ -168,8 +173,8 @@ class LosslessDecoder final : public Decoder {
   // Whether the step after which the sequence has so many tokens may draft one more by an exit.
   bool may_exit(std::int64_t length) const {
     auto const drafts = static_cast<std::int64_t>(drafts_.size());
-    return !drafted_by(Draft::learned) && drafts < std::min(limits_.max_drafts, max_tokens_ - 1) &&
-           exits_cost_ < balances_->exits.steps() && !ends() && length != context_;
+    return !drafted_by(DraftSource::learned) && drafts < std::min(limits_.max_drafts, max_tokens_ - 1) &&
+           exits_cost_ < shared_->exits.steps() && !ends() && length != context_;
   }
 
   // Adds n-grams to the drafts, after which the sequence has `length` tokens: up to a stop token, and as long as the next
@@ -182,18 +187,18 @@ class LosslessDecoder final : public Decoder {
     double share = share_;
     for (std::int64_t made = 0; made < most; ++made) {
       if (made > 0 && stops_.count(tokens.back()) == 1) return;
-      auto const match = lookup_.next(tokens);
-      if (!match || costs_.verify(others_, tokens.size()) - before > balances_->ngrams.steps()) return;
-      share *= ngrams_.of(match->source);
-      if (!pays(share, tokens.size()) || !sampler_.take_draft(match->token)) return;
-      drafts.push_back({{match->token, 0, 0}, Draft::ngram, match->source});
-      tokens.push_back(match->token);
+      auto draft = from_text(tokens);
+      if (!draft || costs_.verify(others_, tokens.size()) - before > shared_->ngrams.steps()) return;
+      share *= share_of(*draft);
+      if (!pays(share, tokens.size()) || !sampler_.take_draft(draft->token.id)) return;
+      tokens.push_back(draft->token.id);
+      drafts.push_back(std::move(*draft));
     }
   }
 
   void draft_by_exit(StepResult const& result) {
     make_room(drafts_, 1);
-    drafts_.push_back({{sampler_.draft(result), result.exit_layer, passes(result)}, Draft::exit, 0});
+    drafts_.push_back({{sampler_.draft(result), result.exit_layer, passes(result)}, DraftSource::exit, 0});
     length_ += static_cast<std::int64_t>(request_.ids.size());
     exits_cost_ += limits_.costs.exits[static_cast<std::size_t>(result.segments_run - 1)];
   }
@@ -225,7 +230,9 @@ class LosslessDecoder final : public Decoder {
       make_room(waiting_.ids, next.size());
       make_room(waiting_.hidden, next.size() * drafter_->width);
     }
+    auto const unused = drafts_.empty() || !drafts_[0].is_text() ? from_text({}) : std::nullopt;
     lookup_.extend(ids);
+    if (unused) shares_of(*unused).record(unused->kind, unused->token.id == ids[0]);
     settle(accepted);
     if (drafter_ != nullptr) keep_rows(next, rejected);
     length_ += static_cast<std::int64_t>(request_.ids.size()) - static_cast<std::int64_t>(rejected);
@@ -267,47 +274,73 @@ class LosslessDecoder final : public Decoder {
   bool learned_pays(std::size_t sharing) const {
     std::size_t const drafts = drafts_.size();
     double const cost = costs_.draft(others_, sharing), marginal = costs_.marginal(others_, drafts);
-    if (drafter_cost_ + cost + costs_.verify(others_, drafts + 1) > balances_->learned.steps()) return false;
+    if (drafter_cost_ + cost + costs_.verify(others_, drafts + 1) > shared_->learned.steps()) return false;
     auto const saved = [&](double share) { return share_ * share * token_value() - marginal; };
     double const gain = learned_.mean([&](double share) { return std::max(saved(share), 0.0); }) - cost;
     std::size_t const old = drafts > 0 ? 0 : waiting_.ids.size() - 1;  // which it runs over once and for all
     double const over_all = gain * std::min(static_cast<double>(max_tokens_), kHorizon);
     if (gain < 0 || over_all < costs_.rows(others_, old)) return false;
-    if (limits_.prompt_lookup == 0) return true;
-    auto const match = lookup_.next(ids_of(drafts_));  // an n-gram costs no draft
-    return saved(match ? ngrams_.of(match->source) : 0.0) <= gain;
+    auto const text = from_text(ids_of(drafts_));  // which costs no draft
+    return saved(text ? share_of(*text) : 0.0) <= gain;
+  }
+
+  // The draft from text that is accepted most often after these; none: no n-gram at their end occurred before.
+  std::optional<Draft> from_text(std::vector<std::int64_t> const& drafts) const {
+    if (limits_.prompt_lookup == 0) return std::nullopt;
+    std::optional<Draft> best;
+    auto const consider = [&](std::optional<PromptLookup::Match> const& match, DraftSource source) {
+      if (!match) return;
+      Draft draft{{match->token, 0, 0}, source, match->source};
+      if (!best || share_of(draft) > share_of(*best)) best = std::move(draft);
+    };
+    consider(lookup_.next(drafts), DraftSource::lookup);
+    auto const& answers = shared_->answers;
+    if (answers) consider(answers->next(owner_, lookup_.tail(drafts)), DraftSource::answers);
+    return best;
+  }
+
+  // The shares of a draft that is not by an exit.
+  Acceptance& shares_of(Draft const& draft) {
+    if (draft.source == DraftSource::answers) return shared_->answers->shares;
+    return draft.source == DraftSource::lookup ? ngrams_ : learned_;
+  }
+
+  double share_of(Draft const& text) const {
+    return (text.source == DraftSource::answers ? shared_->answers->shares : ngrams_).of(text.kind);
   }
 
   // Counts a verification, which accepted so many of the drafts. Those after the first rejected show nothing.
   void settle(std::size_t accepted) noexcept {
     std::size_t const all = drafts_.size(), tokens = accepted + 1;
-    std::size_t first = 0;  // before n-grams
+    std::size_t first = 0;  // before those from text
     for (std::size_t i = 0; i < all; ++i) {
-      auto const& [token, kind, source] = drafts_[i];
-      if (kind != Draft::ngram) ++first;
-      if (kind != Draft::exit && i < tokens) (kind == Draft::ngram ? ngrams_ : learned_).record(source, i < accepted);
+      Draft const& draft = drafts_[i];
+      if (!draft.is_text()) ++first;
+      if (draft.source != DraftSource::exit && i < tokens) shares_of(draft).record(draft.kind, i < accepted);
+      DraftCounts::Of& count = counts_.of(draft.source);
+      ++count.drafted;
+      count.accepted += i < accepted ? 1 : 0;
+      count.saved += (i < accepted ? 1 : 0) - costs_.marginal(others_, i);
     }
+    counts_.of(DraftSource::exit).saved -= exits_cost_;
+    counts_.of(DraftSource::learned).saved -= drafter_cost_;
     std::size_t const first_accepted = std::min(accepted, first), ngrams_accepted = accepted - first_accepted;
     double const first_cost = costs_.verify(others_, first), cost = costs_.verify(others_, all);
     if (length_ > 0) {  // of the prompt no token could be drafted
-      spent_ = spent_ * kSpentDecay + 1 + exits_cost_ + drafter_cost_ + cost;
+      double const spent = 1 + exits_cost_ + drafter_cost_ + cost;
+      counts_.spent += spent;
+      spent_ = spent_ * kSpentDecay + spent;
       made_ = made_ * kSpentDecay + static_cast<double>(tokens);
     }
     double const first_gain = static_cast<double>(first_accepted) - first_cost;
-    bool const learned = drafted_by(Draft::learned);
-    balances_->exits.settle((learned ? 0.0 : first_gain) - exits_cost_, tokens);
-    balances_->learned.settle((learned ? first_gain : 0.0) - drafter_cost_, tokens);
-    balances_->ngrams.settle(static_cast<double>(ngrams_accepted) - cost + first_cost, tokens);
-    counts_.drafted += static_cast<std::int64_t>(all);
-    counts_.accepted += static_cast<std::int64_t>(accepted);
-    counts_.lookup_drafted += static_cast<std::int64_t>(all - first);
-    counts_.lookup_accepted += static_cast<std::int64_t>(ngrams_accepted);
-    if (learned) counts_.learned_drafted += static_cast<std::int64_t>(first);
-    if (learned) counts_.learned_accepted += static_cast<std::int64_t>(first_accepted);
+    bool const learned = drafted_by(DraftSource::learned);
+    shared_->exits.settle((learned ? 0.0 : first_gain) - exits_cost_, tokens);
+    shared_->learned.settle((learned ? first_gain : 0.0) - drafter_cost_, tokens);
+    shared_->ngrams.settle(static_cast<double>(ngrams_accepted) - cost + first_cost, tokens);
   }
 
   // Whether the drafts are by exits or by the drafter, not counting n-grams after them.
-  bool drafted_by(Draft::Kind kind) const { return !drafts_.empty() && drafts_[0].kind == kind; }
+  bool drafted_by(DraftSource source) const { return !drafts_.empty() && drafts_[0].source == source; }
 
   // Whether the drafts end the generation.
   bool ends() const { return !drafts_.empty() && stops_.count(drafts_.back().token.id) == 1; }
@@ -321,6 +354,8 @@ class LosslessDecoder final : public Decoder {
   DraftLimits const limits_;
   std::set<std::int64_t> const stops_;
   std::optional<std::int64_t> const context_;
+  std::int64_t const owner_;  // of earlier answers
+  std::vector<std::int64_t> const prediction_;
   std::int64_t const max_learned_;   // drafts of the drafter before one verification
   DraftsInfo const* const drafter_;  // null: none
 
@@ -333,7 +368,7 @@ class LosslessDecoder final : public Decoder {
   std::size_t vocabulary_ = 0;
 
   DraftCosts const costs_;
-  std::shared_ptr<Balances> const balances_;
+  std::shared_ptr<SharedDrafting> const shared_;
   Acceptance ngrams_ = Acceptance::of_ngrams(), learned_;
   double share_ = 1;                                                 // probability that all drafts so far are accepted
   double exits_cost_ = 0, drafter_cost_ = 0;                         // of these, without their verification
@@ -345,9 +380,10 @@ class LosslessDecoder final : public Decoder {
 std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
                                                Sampler sampler, DraftLimits const& limits,
                                                std::set<std::int64_t> const& stops, DraftsInfo const* drafter,
-                                               std::shared_ptr<Balances> balances) {
+                                               std::shared_ptr<SharedDrafting> shared, std::int64_t owner,
+                                               std::vector<std::int64_t> prediction) {
   return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops, drafter,
-                                           std::move(balances));
+                                           std::move(shared), owner, std::move(prediction));
 }
 
 }  // namespace tide

@@ -23,13 +23,17 @@ void PromptLookup::note(std::size_t position) {
   }
 }
 
+std::vector<std::int64_t> PromptLookup::tail(std::vector<std::int64_t> const& drafts) const {
+  std::vector<std::int64_t> tokens(text_.end() - static_cast<std::ptrdiff_t>(std::min(kMaxNgram, text_.size())), text_.end());
+  tokens.insert(tokens.end(), drafts.begin(), drafts.end());
+  return tokens;
+}
+
 std::optional<PromptLookup::Match> PromptLookup::next(std::vector<std::int64_t> const& drafts) {
   for (; noted_ < text_.size(); ++noted_) note(noted_);
-  std::vector<std::int64_t> tail(text_.end() - static_cast<std::ptrdiff_t>(std::min(kMaxNgram, text_.size())),
-                                 text_.end());
-  tail.insert(tail.end(), drafts.begin(), drafts.end());
-  for (std::size_t n = std::min(kMaxNgram, tail.size()); n > 0; --n) {
-    auto const match = follows_.find(before(tail, tail.size(), n));
+  std::vector<std::int64_t> const last = tail(drafts);
+  for (std::size_t n = std::min(kMaxNgram, last.size()); n > 0; --n) {
+    auto const match = follows_.find(before(last, last.size(), n));
     if (match != follows_.end()) return Match{text_[match->second.position], ngram_source(n, match->second.agreements)};
   }
   return std::nullopt;

@@ -22,6 +22,9 @@ class PromptLookup {
   // Adds tokens that are certain to the text.
   void extend(std::vector<std::int64_t> const& ids) { text_.insert(text_.end(), ids.begin(), ids.end()); }
 
+  // The last tokens of the text, at most kMaxNgram, and then `drafts`.
+  std::vector<std::int64_t> tail(std::vector<std::int64_t> const& drafts) const;
+
   // The token that followed the longest n-gram at the end of the text and then `drafts` where it occurred last; none
   // if no token of it occurred before. Where it throws, the next call finds the same.
   std::optional<Match> next(std::vector<std::int64_t> const& drafts);

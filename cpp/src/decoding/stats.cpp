@@ -75,6 +75,12 @@ std::string ExitStats::json() const {
   put("lookup_accepted", std::to_string(lookup_accepted));
   put("learned_drafted", std::to_string(learned_drafted));
   put("learned_accepted", std::to_string(learned_accepted));
+  put("answers_drafted", std::to_string(answers_drafted));
+  put("answers_accepted", std::to_string(answers_accepted));
+  put("exit_saved_seconds", shown(exit_saved_seconds));
+  put("lookup_saved_seconds", shown(lookup_saved_seconds));
+  put("learned_saved_seconds", shown(learned_saved_seconds));
+  put("answers_saved_seconds", shown(answers_saved_seconds));
   put("acceptance_rate", shown(acceptance_rate()));
   put("prefill_seconds", shown(prefill_seconds));
   put("decode_seconds", shown(decode_seconds));

@@ -20,8 +20,8 @@ Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std:
       progress_(manifest, prompt, *request_) {}
 
 void Job::begin(Sequence& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
-                std::shared_ptr<Balances> const& balances) {
-  decoder_ = make_decoder(manifest_, *request_, number_, audit, drafter, balances);
+                std::shared_ptr<SharedDrafting> const& shared) {
+  decoder_ = make_decoder(manifest_, *request_, number_, audit, drafter, shared);
   progress_.begin(*decoder_);
   if (request_->prompt_logprobs) scores_.emplace(manifest_, prompt_, *request_->prompt_logprobs);
   sequence.candidates = scores_ ? 0 : decoder_->candidates();

@@ -35,10 +35,10 @@ class Job {
 
   // --- called by who does the steps -----------------------------------------------------------------------------------
 
-  // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none. drafter, balances: as
+  // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none. drafter, shared: as
   // in `make_decoder`.
   void begin(Sequence& sequence, std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
-             std::shared_ptr<Balances> const& balances);
+             std::shared_ptr<SharedDrafting> const& shared);
 
   // Omits the first `count` tokens of the prompt, whose K/V the sequence has, from the first step.
   void skip(std::int64_t count);

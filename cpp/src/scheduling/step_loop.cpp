@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "decoding/acceptance.h"
+#include "decoding/shared_drafting.h"
 #include "generation_error.h"
 #include "leaving.h"
 #include "machine.h"
@@ -34,7 +34,7 @@ StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batc
       kv_tokens_(is_stream ? kNoLimit : kv_tokens_of(*batch_, backend_->manifest(), limits)),
       audit_(std::move(audit)),
       is_stream_(is_stream),
-      balances_(std::make_shared<Balances>(batch_->free_slots())),
+      shared_(std::make_shared<SharedDrafting>(batch_->free_slots(), static_cast<std::size_t>(limits.answer_bytes))),
       slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
   order_.reserve(slots_.size());
@@ -243,7 +243,7 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
     batch_->sequence(*slot).adapter = job->request().adapter;
     batch_->sequence(*slot).cache_root = job->request().cache_root;
     if (job->request().drafts && drafts_ == nullptr) drafts_ = backend_->start_drafts(slots_.size());
-    job->begin(batch_->sequence(*slot), audit_, drafts_ == nullptr ? nullptr : &drafts_->info(), balances_);
+    job->begin(batch_->sequence(*slot), audit_, drafts_ == nullptr ? nullptr : &drafts_->info(), shared_);
   } catch (...) {
     if (slot && !is_stream_) return fail(*slot, std::current_exception());
     {
@@ -361,6 +361,9 @@ void StepLoop::end(std::size_t slot, std::optional<FinishReason> reason, std::ex
   if (!error) keep(slot);
   news_ = true;
   std::shared_ptr<Job> const job = std::move(slots_[slot]);
+  if (!error && shared_->answers && job->request().drafts) {
+    shared_->answers->add(job->request().cache_root, job->prompt(), job->tokens());
+  }
   batch_->leave(slot);
   if (drafts_ != nullptr) drafts_->leave(slot);
   {

@@ -90,7 +90,7 @@ class StepLoop {
   std::int64_t const kv_tokens_;                 // of all requests with a slot, at most
   std::shared_ptr<Audit> const audit_;           // null: there is none
   bool const is_stream_;                         // of one job, which no failure ends
-  std::shared_ptr<Balances> const balances_;     // of lossless jobs
+  std::shared_ptr<SharedDrafting> const shared_;     // of lossless jobs
 
   std::atomic<std::thread::id> stepper_{};      // the thread that does a step; none: no step is done
   std::mutex stepping_;                         // of what follows up to `mutex_`
