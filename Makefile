@@ -20,6 +20,7 @@ TRITON := $(shell grep '^nvidia-pytriton==' constraints.txt)
 
 demo: $(VENV)/.runs
 	PATH="$(abspath $(BIN)):$$PATH" sh demo/run.sh $(OUT)
+	@printf '\nNext: . $(BIN)/activate\n      tide-export --help\n'
 
 test: $(VENV)/.tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)  # one thread per worker: more would starve each other

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "checks"))
 
 import structure
 
-from tide_export.cli.options import build_parser
+from tide_export.cli.commands import GROUPS
+from tide_export.cli.options import SPEC_HELP, build_parser
+from tide_export.cli.parser import Parser
 
 ROOT = Path(__file__).parents[1]
 COMMANDS, FLOORS = "<!-- commands -->", "<!-- floors -->"
@@ -29,10 +31,13 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return markdown
 
 
-def commands(parser: argparse.ArgumentParser) -> str:
+def commands(parser: Parser) -> str:
     """All subcommands of `parser` as Markdown, a section each."""
     (subparsers,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return "\n\n".join(_section(command) for command in subparsers.choices.values())
+    sections = []
+    for group, names in GROUPS.items():
+        sections += [f"## {group[0].upper()}{group[1:]}", *(_section(subparsers.choices[name]) for name in names)]
+    return "\n\n".join([*sections, SPEC_HELP])
 
 
 def floors() -> str:
@@ -50,22 +55,32 @@ def _sentence(unit: Path) -> str:
     return (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def _section(parser: argparse.ArgumentParser) -> str:
-    shown = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
-    required = [_name(action, 1) for action in sorted(shown, key=lambda a: bool(a.option_strings)) if action.required]
-    blocks = [f"## {parser.prog}", f"`{' '.join([parser.prog, *required, '[options]'])}`", parser.description or ""]
+def _section(parser: Parser) -> str:
+    about, basic = parser.about, parser.about.basic
+    shown = [action for action in parser._actions if action.dest not in ("help", "help_all")]
+    blocks = [
+        f"### {parser.prog}",
+        about.summary,
+        "\n".join(["```", *(f"tide-export {one}" for one in about.examples), "```"]),
+    ]
+    first = [action for action in shown if basic is None or not action.option_strings or action.dest in basic]
+    tables = {"options" if basic is None else "basic options": first}
     for group in parser._action_groups:
-        rows = [f"| `{_name(action)}` | {_cell(action)} |" for action in group._group_actions if action in shown]
-        if rows:
-            blocks.append("\n".join([f"| {group.title} | |", "| --- | --- |", *rows]))
-    return "\n\n".join([*blocks, parser.epilog or ""])
+        tables[f"{group.title}, with `--help-all`"] = [a for a in group._group_actions if a in shown and a not in first]
+    blocks += [_table(title, actions) for title, actions in tables.items()]
+    return "\n\n".join(filter(None, blocks))
 
 
-def _name(action: argparse.Action, spellings: int | None = None) -> str:
+def _table(title: str, actions: list[argparse.Action]) -> str:
+    rows = [f"| `{_name(action)}` | {_cell(action)} |" for action in actions if action.help != argparse.SUPPRESS]
+    return "\n".join([f"| {title} | |", "| --- | --- |", *rows]) if rows else ""
+
+
+def _name(action: argparse.Action) -> str:
     """How the option is written, with its value."""
     choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
     value = "" if action.nargs == 0 else str(action.metavar or choices or action.dest.upper())
-    return f"{', '.join(action.option_strings[:spellings])} {value}".strip().replace("|", "\\|")
+    return f"{', '.join(action.option_strings)} {value}".strip().replace("|", "\\|")
 
 
 def _cell(action: argparse.Action) -> str:

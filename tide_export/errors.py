@@ -16,6 +16,13 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def reason(error: BaseException) -> str:
+    """Returns why a file cannot be read or written, in words: "no such file or directory"."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror[0].lower() + error.strerror[1:]
+    return one_line(error)
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its type if empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -108,6 +108,10 @@ void check_effects(Bundle const& bundle, GenerationConfig const& config, bool ba
 #define TIDE_OPTION(type, name, standard, limits, counts, help) \
   if (differs(config.name, defaults.name)) check_effect(#name, Counts::counts, bundle, config, batched);
 #include "tide/options.inc"
+  if (config.drafter.value_or(0) > 0 && !bundle.manifest.drafter) {
+    throw GenerationError("drafter is for a bundle with a drafter, and bundle " + bundle.path.string() +
+                          " has none: train one with tide-export draft, or omit it");
+  }
 }
 
 // The compaction threshold of a list of prompts.

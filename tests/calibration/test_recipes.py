@@ -106,11 +106,11 @@ def refused(capsys, recipe) -> str:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("checkpoint_intervall = 4", "no setting is called 'checkpoint_intervall'; checkpoint_interval?"),
-        ("min-layers = 4", "no setting is called 'min-layers'; min_layers?"),
+        ("checkpoint_intervall = 4", "no setting is called 'checkpoint_intervall': did you mean 'checkpoint_interval'"),
+        ("min-layers = 4", "no setting is called 'min-layers': did you mean 'min_layers'?"),
         ("zzz = 4", "no setting is called 'zzz'\n"),
-        ("min_layers = -4", "option min_layers: "),
-        ("checkpoints = 'three'", "option checkpoints: "),
+        ("min_layers = -4", "min_layers must be "),
+        ("checkpoints = 'three'", "checkpoints must be auto, none"),
         ("[calibration]\nmin_layers = 4", "no setting is called 'calibration'"),
     ],
 )

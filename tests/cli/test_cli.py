@@ -32,7 +32,7 @@ MODEL = str(ROOT / "demo" / "demo-llama")
 def test_every_config_field_has_an_option_whose_help_shows_its_default(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([command, "--help-all"])
     text = " ".join(capsys.readouterr().out.split())
     for name, field in TideConfig.model_fields.items():
         default = {True: "yes", False: "no"}[field.default] if isinstance(field.default, bool) else field.default
@@ -106,19 +106,25 @@ def test_the_installed_command_prints_its_version():
     ("arguments", "says"),
     [
         ([], "COMMAND"),
-        (["tone", "x"], "invalid choice: 'tone'"),
-        (["tune", "x"], "--dataset"),
+        (["tone", "x"], "no command tone: did you mean tune?"),
+        (["--verson"], "no option --verson: did you mean --version?"),
+        (["tune", "x"], "arguments are required: --dataset; such as: tide-export tune out/demo --dataset "),
+        (["generate", "x", "--promt", "a"], "generate: error: no option --promt: did you mean --prompt?"),
+        (["generate", "x", "-prompt=a"], "no option -prompt: did you mean --prompt?"),
+        (["generate", "x", "--prompt", "a", "b"], "'b' is one argument too many: put a text with spaces in quotes"),
+        (["serve", "x", "--port", "http"], "argument --port: must be a whole number, not 'http'"),
+        (["serve", "x", "--port", "99999"], "--port must be less than or equal to 65535, not 99999"),
         (["export", MODEL], "-o/--output"),
         (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not auto or none, nor a list of layer counts"),
         (["calibrate", MODEL, "-o", "x", "--class-balance", "maybe"], "'maybe' is not yes or no"),
         (["calibrate", MODEL, "-o", "x", "--device-map", "cuda"], "invalid choice: 'cuda'"),
-        (["export", MODEL, "-o", "x", "--checkpoint", "3"], "unrecognized arguments: --checkpoint"),
+        (["export", MODEL, "-o", "x", "--checkpoint", "3"], "no option --checkpoint: did you mean --checkpoints?"),
         (["generate", "x", "--prompt", "a", "--threshold", "high"], "'high' is not a threshold"),
         (["generate", "x", "--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["export", MODEL, "-o", "x", "--target", "abacus"], "invalid choice: 'abacus'"),
         (["export", MODEL, "-o", "x", "--weights", "int2"], "--weights: invalid choice: 'int2'"),
         (["generate", "x", "--prompt", "a", "--mode", "fast"], "invalid choice: 'fast'"),
-        (["generate", "x", "--prompt", "a", "two\nlines"], "unrecognized arguments: two lines"),
+        (["generate", "x", "--prompt", "a", "two\nlines"], "'two\\nlines' is one argument too many"),
     ],
 )
 def test_usage_errors_are_one_line(capsys, tmp_path, monkeypatch, arguments, says):
@@ -363,14 +369,15 @@ def test_running_a_bundle_needs_no_export_extra(demo_bundle: Path, command, opti
     [
         ("calibrate", ["-o", "x"]),
         ("export", ["-o", "x"]),
-        ("validate", ["--model", "x"]),
+        ("validate", ["--model", MODEL]),
     ],
 )
-def test_making_one_without_it_says_what_to_install(command, options):
-    done = without_export_extra(command, "x", *options)
+def test_making_one_without_it_says_what_to_install(tmp_path: Path, command, options):
+    (tmp_path / "tide.json").touch()
+    done = without_export_extra(command, tmp_path if command == "validate" else MODEL, *options)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "pip install 'tide_export[export,cpu]'" in done.stderr
+    assert "pip install -e '.[export,cpu]' in the clone" in done.stderr
 
 
 @pytest.mark.parametrize(("given", "skipped"), [([], False), (["--no-validate"], True), (["--no-check"], True)])

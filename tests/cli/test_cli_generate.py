@@ -86,7 +86,7 @@ def test_a_conversation(demo_bundle: Path, tmp_path: Path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["tokens"] == expected
     monkeypatch.setitem(sys.modules, "jinja2", None)
     says = refused(capsys, "generate", bundle, "-q", "--prompt", PROMPT, "--chat")
-    assert "a conversation needs the package 'jinja2': pip install 'tide_export[chat]'" in says
+    assert "a conversation needs the package 'jinja2': pip install -e '.[chat]' in the clone" in says
 
 
 def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
@@ -129,7 +129,7 @@ def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
         (["--system", "Be brief."], "--system is for --chat"),
         (["--chat"], "takes no conversations, only text"),
         (["--provider", "abacus"], "provider"),
-        (["--provider", "tensorrt"], "holds no TensorRT plans"),
+        (["--provider", "tensorrt"], "holds no networks for provider 'tensorrt'"),
     ],
 )
 def test_bad_generation_options_are_one_line(demo_bundle: Path, capsys, options, says):

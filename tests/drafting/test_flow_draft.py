@@ -276,5 +276,5 @@ class TestRefusals:
             draft(str(model), bundle.path, config(prompts, minutes=10.0**10))
 
     def test_options(self) -> None:
-        with pytest.raises(ConfigError, match="option minutes: Input should be greater than 0"):
+        with pytest.raises(ConfigError, match="minutes must be greater than 0"):
             DraftConfig.from_options(minutes=0)

@@ -162,7 +162,7 @@ def test_no_such_file(tmp_path: Path, capsys) -> None:
 def test_the_package_is_missing(file: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tide_export.model.pretrained.is_gguf_available", lambda: False)
     line = refused(capsys, "export", file, "-o", tmp_path / "out", "-q")
-    assert f"reading {file} needs the package 'gguf': pip install 'tide_export[gguf]'" in line
+    assert f"reading {file} needs the package 'gguf': pip install -e '.[gguf]' in the clone" in line
 
 
 def test_layers_on_disk(file: Path, tmp_path: Path) -> None:

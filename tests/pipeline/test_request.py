@@ -74,7 +74,7 @@ def test_export_takes_a_request_or_its_fields(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(ConfigError, match="enough"):
             run()
     assert loaded == [("model", "auto")] * 3
-    with pytest.raises(TypeError, match="wights"):
+    with pytest.raises(ConfigError, match="ExportRequest has no option 'wights': did you mean 'weights'"):
         export("model", tmp_path / "out", wights="int4")
 
 

@@ -317,7 +317,7 @@ def test_the_batch_size_can_change_when_engines_are_built(demo_bundle: Path, tmp
 def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch: pytest.MonkeyPatch) -> None:
     for flavour, package, extra in ((TENSORRT, "tensorrt", "gpu"), (TENSORRT_RTX, "tensorrt-rtx", "rtx")):
         monkeypatch.setattr(flavours.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
-        with pytest.raises(ProviderError, match=rf"pip install {package}, or tide_export\[{extra}\]"):
+        with pytest.raises(ProviderError, match=rf"pip install {package}, or -e '\.\[{extra}\]' in the clone"):
             require_builder(flavour)
 
 

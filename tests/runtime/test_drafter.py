@@ -85,6 +85,11 @@ def test_no_drafter_no_drafts(engine: Engine) -> None:
     assert made.stats.drafted == 0
 
 
+def test_without_a_drafter_it_is_refused(tiny_engine: Engine) -> None:
+    with pytest.raises(GenerationError, match=r"drafter is for a bundle with a drafter, and bundle .* has none"):
+        tiny_engine.generate([1], mode="lossless", drafter=4)
+
+
 def test_it_is_for_lossless_mode_alone(engine: Engine) -> None:
     with pytest.raises(GenerationError, match="drafter is for mode 'lossless', not 'exit'"):
         engine.generate([1], mode="exit", drafter=4)

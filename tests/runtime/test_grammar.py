@@ -205,6 +205,6 @@ def test_what_a_grammar_needs(
         load(endless, threads=1, verify=False).stream([1], regex="a")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(
-        GenerationError, match=r"regex needs the package 'llguidance': pip install 'tide_export\[grammar\]'"
+        GenerationError, match=r"regex needs the package 'llguidance': pip install -e '\.\[grammar\]' in the clone"
     ):
         engine.stream([1], regex="a")

@@ -28,5 +28,5 @@ except tide_export.TideError as error: sys.exit(f"{type(error).__name__}: {error
     )
     assert done.returncode == 1
     assert done.stderr.startswith("ProviderError: ")
-    assert "pip install tide_export[cpu]" in done.stderr
+    assert "pip install -e '.[cpu]' in the clone" in done.stderr
     assert "Traceback" not in done.stderr

@@ -76,8 +76,8 @@ def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
     ("provider", "says"),
     [
         ("cuda", "holds no segment networks for provider 'cuda': export it with --target cuda"),
-        ("tensorrt", "holds no TensorRT plans: build them with `tide-export build .* --target tensorrt`"),
-        ("tensorrt-rtx", "holds no TensorRT plans: build them with `tide-export build .* --target tensorrt-rtx`"),
+        ("tensorrt", "holds no networks for provider 'tensorrt': export it with --target tensorrt"),
+        ("tensorrt-rtx", "holds no networks for provider 'tensorrt-rtx': export it with --target tensorrt-rtx"),
     ],
 )
 def test_a_provider_the_bundle_has_nothing_for_is_refused(tiny_bundle: Path, provider: str, says: str) -> None:
@@ -92,7 +92,7 @@ def test_engines_of_the_other_flavour_are_not_taken_instead(built: Path) -> None
 
 def test_without_tensorrt_the_package_is_named(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
-    with pytest.raises(ProviderError, match=r"pip install tensorrt, or tide_export\[gpu\]"):
+    with pytest.raises(ProviderError, match=r"pip install tensorrt, or -e '\.\[gpu\]' in the clone"):
         load(built, provider="tensorrt", verify=False)
 
 
@@ -232,7 +232,7 @@ def test_cuda_without_its_package_is_one_line(demo_bundle: Path, tmp_path: Path,
     bundle = for_cuda(demo_bundle, tmp_path)
     assert main(["generate", str(bundle), "--prompt", "a", "--provider", "cuda", "-q"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no CUDAExecutionProvider: pip install tide_export[cuda], or use provider 'cpu'" in line
+    assert "no CUDAExecutionProvider: pip install -e '.[cuda]' in the clone, or use provider 'cpu'" in line
 
 
 def test_networks_of_tensorrt_are_not_run_on_cuda(demo_bundle: Path, machine) -> None:

@@ -325,4 +325,4 @@ def test_a_port_in_use_is_said_before_the_bundle_is_loaded(capsys, monkeypatch: 
 @pytest.mark.parametrize("value", ["inf", "nan"])
 def test_times_are_finite(capsys, option: str, value: str) -> None:
     says = refused(capsys, "serve", "no-such-bundle", f"--{option}", value)
-    assert f"--{option}: Input should be a finite number" in says
+    assert f"--{option} must be a finite number" in says

@@ -1,6 +1,6 @@
 """A real Ray Serve gives the engine's tokens. Not in CI, as Ray takes half a minute to start and 490 MB:
 
-pip install 'tide_export[ray]' && TIDE_TEST_RAY=1 pytest tests/serving/test_ray.py
+pip install -e '.[ray]' && TIDE_TEST_RAY=1 pytest tests/serving/test_ray.py
 """
 
 import os

@@ -389,4 +389,4 @@ def test_a_bundle_that_cannot_be_served_is_one_sentence(
     monkeypatch.setattr("tide_export.cli.serve._log", lambda _: None)  # which is for the rest of the process
     assert "is not a bundle" in refused(capsys, "serve", tmp_path)
     slots = refused(capsys, "serve", tmp_path, "--slots", 0)
-    assert "--slots: Input should be greater than or equal to 1" in slots
+    assert "--slots must be greater than or equal to 1, not 0" in slots

@@ -93,7 +93,7 @@ def test_nothing_in_the_repository_is_replaced(
     assert f"'{folder}' exists: remove it, or give another --name" in again
     assert "is no folder's name" in refused(capsys, "triton", demo_bundle, "--repository", models, "--name", "a/b")
     slots = refused(capsys, "triton", demo_bundle, "--repository", models, "--name", "b", "--slots", 0)
-    assert "--slots: Input should be greater than or equal to 1" in slots
+    assert "--slots must be greater than or equal to 1, not 0" in slots
     assert "is not a bundle: it has no tide.json" in refused(capsys, "triton", tmp_path, "--repository", models)
     blocked = tmp_path / "file"
     blocked.write_text("")

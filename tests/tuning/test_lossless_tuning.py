@@ -93,8 +93,8 @@ def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "mode exit needs epsilon and delta"),
-        (("--epsilon", "0.1"), "mode exit needs epsilon and delta"),
+        ((), "mode exit needs epsilon, a share of changed tokens, and delta"),
+        (("--epsilon", "0.1"), "mode exit needs epsilon, a share of changed tokens, and delta"),
         (("--epsilon", "0.1", "--delta", "0.1", "--new-tokens", "9"), "new_tokens belongs to mode lossless"),
         (("--mode", "lossless", "--epsilon", "0.1"), "epsilon belongs to mode exit"),
         (("--mode", "lossless", "--positions", "3"), "positions belongs to mode exit"),

@@ -25,7 +25,8 @@ from tide_export.common.progress import stage
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import TokenSequence, load_tokenizer, read_sequences
 from tide_export.errors import AdaptError, ModelError
-from tide_export.model.pretrained import is_gguf, read_config
+from tide_export.model.paths import is_gguf
+from tide_export.model.pretrained import read_config
 from tide_export.model.quantized_files import prepare_quantized
 from tide_export.model.source import SourceModel, load_model
 

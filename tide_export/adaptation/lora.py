@@ -24,7 +24,7 @@ class Lora:
         try:
             from peft import LoraConfig, get_peft_model
         except ModuleNotFoundError as error:
-            raise AdaptError("--lora-rank needs the package peft: pip install 'tide_export[adapt]'") from error
+            raise AdaptError("--lora-rank needs the package peft: pip install -e '.[adapt]' in the clone") from error
         settings: Any = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         try:
             with torch.random.fork_rng(devices=[]):

@@ -236,6 +236,13 @@ def open_bundle(path: str | os.PathLike[str], verify: bool = True) -> Bundle:
     raise AssertionError("unreachable")
 
 
+def check_is_bundle(path: str | os.PathLike[str]) -> None:
+    """Raises BundleError unless `path` is a folder with a manifest, of which nothing is read."""
+    with _folder(Path(path)):
+        if not (Path(path) / MANIFEST_FILE).exists():
+            raise _no_bundle(Path(path))
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -244,15 +251,23 @@ def _folder(folder: Path) -> Iterator[int]:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, ValueError):  # ValueError: a NUL in the path
-        raise BundleError(f"bundle '{folder}' does not exist") from None
+        raise BundleError(
+            f"bundle '{folder}' does not exist: `tide-export export MODEL -o {folder}` makes one"
+        ) from None
     except NotADirectoryError:
-        raise BundleError(f"'{folder}' is not a bundle: it has no {MANIFEST_FILE}") from None
+        raise _no_bundle(folder) from None
     except OSError as error:
         raise BundleError(f"cannot read bundle '{folder}': {error.strerror}") from None
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _no_bundle(folder: Path) -> BundleError:
+    if folder.suffix.lower() == ".gguf" or (folder / "config.json").is_file():
+        return BundleError(f"'{folder}' is a model, export it first: tide-export export {folder} -o BUNDLE")
+    return BundleError(f"'{folder}' is not a bundle: it has no {MANIFEST_FILE}")
 
 
 def _was_replaced(folder: Path, descriptor: int) -> bool:
@@ -267,7 +282,7 @@ def _open_files(folder: Path, descriptor: int, verify: bool) -> Bundle:
     try:
         os.stat(MANIFEST_FILE, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:
-        raise BundleError(f"'{folder}' is not a bundle: it has no {MANIFEST_FILE}") from None
+        raise _no_bundle(folder) from None
     file = BundleFile(source, descriptor, MANIFEST_FILE)
     check_size(file.size, f"'{source}'")
     manifest = Manifest.from_json(file.read_bytes(), source=f"'{source}'")

@@ -4,11 +4,13 @@ The command line, whose options and help come from its fields, or a library user
 the bundle's manifest store it as provenance.
 """
 
+import re
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from tide_export.common.changed_tokens import EPSILON, TEMPERATURE
+from tide_export.common.values import check_names, shown
 from tide_export.errors import ConfigError
 
 KV_CACHE_STRATEGY = "kv_cache_strategy"  # a setting of TIDE's with one value left, exact, which is not stored
@@ -19,6 +21,22 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, options: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Turns what pydantic refuses into one sentence."""
+        try:
+            return validate(options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, *inside = map(str, first["loc"])
+            check_names(f"{cls.__name__} has no setting", [name], cls.model_fields, ConfigError)
+            # For a union, pydantic has a message per member, with the member's name.
+            layers = "must be auto, none, or a list of layer counts"
+            reason = layers if inside and name == "checkpoints" and not inside[0].isdigit() else first["msg"]
+            value = shown(options.get(name, first.get("input")) if isinstance(options, dict) else first.get("input"))
+            raise ConfigError(f"{name} {re.sub('^[A-Z][a-z]+ should ', 'must ', reason)}, not {value}") from None
+
     @classmethod
     def from_options(cls, **options: object) -> Self:
         """Returns settings with `options`; an option that is None takes its default.
@@ -26,17 +44,7 @@ class Settings(BaseModel):
         Raises:
             ConfigError: an option is unknown or out of range; the message names the first one.
         """
-        given = {name: value for name, value in options.items() if value is not None}
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name, *inside = first["loc"]
-            # For a union, pydantic has a message per member, with the member's name.
-            union = bool(inside) and isinstance(inside[0], str)
-            layers = "must be auto, none, or a list of layer counts"
-            reason = layers if union and name == "checkpoints" else first["msg"]
-            raise ConfigError(f"option {name}: {reason} (got {given.get(str(name), first.get('input'))!r})") from None
+        return cls.model_validate({name: value for name, value in options.items() if value is not None})
 
 
 class TideConfig(Settings):
@@ -133,7 +141,7 @@ class TideConfig(Settings):
                 "tokens and are as fast: omit the option, or give exact"
             )
         if strategy != "exact":
-            raise ConfigError(f"option kv_cache_strategy: must be exact (got {strategy!r})")
+            raise ConfigError(f"kv_cache_strategy must be exact, not {strategy!r}")
         return {name: value for name, value in options.items() if name != KV_CACHE_STRATEGY}
 
     @classmethod

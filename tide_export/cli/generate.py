@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tide_export.cli.fields import given, number_option
-from tide_export.errors import ConfigError, GenerationError
+from tide_export.errors import ConfigError, GenerationError, reason
 from tide_export.runtime.config import NUMBERS, GenerationConfig
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _read(name: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise GenerationError(f"--{name.replace('_', '-')}: cannot read {path}: {error}") from None
+        raise GenerationError(f"--{name.replace('_', '-')}: cannot read {path}: {reason(error)}") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

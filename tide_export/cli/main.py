@@ -13,7 +13,6 @@ import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from tide_export.cli.serve import run_serve
 from tide_export.cli.torch_environment import prepare
 from tide_export.cli.triton import run_triton
 from tide_export.common.files import NO_SPACE
+from tide_export.common.values import check_names
 from tide_export.errors import ConfigError, TideError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ EXPORT_FIELDS = {"epsilon", "perplexity_epsilon", "exit_threshold", "min_layers"
 EXPORT_FIELDS |= {"kv_cache_strategy", "kv_cache", "compaction_threshold"}
 QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}  # gptq reads text
 
+LOADING = ("adapt", "calibrate", "draft", "export", "probe", "tune", "validate")  # commands that import PyTorch
 CONFIGURED = ("adapt", "calibrate", "draft", "export", "serve", "triton")  # commands whose options need pydantic
 
 
@@ -62,6 +63,8 @@ def _run(options: Namespace) -> int:
     if sys.stdout is None:  # and what a command opens would take its place
         return _fail("error: standard output is closed: write it to a file, or to /dev/null", TideError.exit_code)
     try:
+        if options.command in LOADING:
+            _check_paths(options)
         code = COMMANDS[options.command](options)
         sys.stdout.flush()  # raises BrokenPipeError here rather than at exit
         return code
@@ -74,6 +77,18 @@ def _run(options: Namespace) -> int:
         if options.debug or (isinstance(error, ModuleNotFoundError) and str(error.name).startswith("tide_export")):
             raise
         return _fail(f"error: {_sentence(error)}", TideError.exit_code)
+
+
+def _check_paths(options: Namespace) -> None:
+    """Refuses a misspelt bundle or model before PyTorch is imported, which takes seconds."""
+    from tide_export.bundle.opened import check_is_bundle
+    from tide_export.model.paths import check_model
+
+    if "bundle" in options:
+        check_is_bundle(options.bundle)
+    for name in ("model", "model_name"):
+        if getattr(options, name, None) is not None:
+            check_model(getattr(options, name))
 
 
 def _calibrate(options: Namespace) -> int:
@@ -145,18 +160,18 @@ def _bench(options: Namespace) -> int:
 
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "probe": run_probe,
-    "adapt": run_adapt,
-    "calibrate": _calibrate,
     "export": _export,
-    "draft": run_draft,
     "build": _build,
+    "inspect": run_inspect,
     "validate": _validate,
-    "tune": _tune,
+    "bench": _bench,
     "generate": run_generate,
     "serve": run_serve,
     "triton": run_triton,
-    "bench": _bench,
-    "inspect": run_inspect,
+    "draft": run_draft,
+    "tune": _tune,
+    "calibrate": _calibrate,
+    "adapt": run_adapt,
     "push": run_push,
     "pull": run_pull,
 }
@@ -197,10 +212,7 @@ def _recipe(path: str | None) -> dict[str, Any]:
         raise ConfigError(f"no recipe at {path}{_recipes_near(Path(path))}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
-    for name in recipe:
-        if name not in TideConfig.names():
-            meant = get_close_matches(name, TideConfig.model_fields, n=1)
-            raise ConfigError(f"recipe {path}: no setting is called {name!r}" + "".join(f"; {m}?" for m in meant))
+    check_names(f"recipe {path}: no setting is called", recipe, TideConfig.names(), ConfigError)
     return recipe
 
 
@@ -234,7 +246,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is None and error.errno in NO_SPACE:
         return "no space left on the disk for standard output"
     if isinstance(error, ModuleNotFoundError):
-        return f"this command needs the package {error.name!r}: pip install 'tide_export[export,cpu]'"
+        return f"this command needs the package {error.name!r}: pip install -e '.[export,cpu]' in the clone"
     return " ".join(str(error).split())
 
 

@@ -4,15 +4,16 @@ Destinations are parameters of functions. What is not given is None: the default
 """
 
 import argparse
-from typing import NoReturn
 
 from tide_export.bundle.manifest import FLAVOURS, NETWORK_MATRICES, NETWORK_PRECISIONS, TARGETS, WEIGHTS
 from tide_export.cli.adapt import add_adapt_options
+from tide_export.cli.commands import COMMANDS, Command
 from tide_export.cli.draft import add_draft_options
 from tide_export.cli.fields import field_option, yes_or_no
 from tide_export.cli.generate import add_prompt_options, add_sampling_options
 from tide_export.cli.hub import add_pull_options, add_push_options
 from tide_export.cli.inspect import add_inspect_options
+from tide_export.cli.parser import Parser, overview
 from tide_export.cli.probe import add_probe_options
 from tide_export.cli.serve import add_serve_options
 from tide_export.cli.triton import add_triton_options
@@ -45,48 +46,57 @@ SPEC_HELP = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
-
-
 def build_parser(config: bool = True) -> argparse.ArgumentParser:
     """Returns the parser of all commands; `command` in its result is the command's name.
 
     Args:
         config: include the options that are fields of settings, which need pydantic.
     """
-    parser = _Parser(prog=PROGRAM, description="From a Hugging Face causal LM to an engine that really skips layers.")
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_trust(
-        add_probe_options(_command(commands, "probe", "Predict in minutes, without text, what each mode gains."))
+    parser = Parser(
+        prog=PROGRAM,
+        usage="%(prog)s [-h] [--version] COMMAND ...",
+        description="From a Hugging Face causal LM to an engine that really skips layers.",
+        epilog=f"{overview()}\n\nOptions and examples of one: {PROGRAM} COMMAND --help",
     )
-    _add_adapt(commands, config)
-    _add_calibrate(commands, config)
-    _add_export(commands, config)
-    _add_draft(commands, config)
-    _add_build(commands)
-    _add_validate(commands)
-    _add_tune(commands)
-    _add_generate(commands)
-    _add_serve(commands, config)
-    _add_triton(commands, config)
-    _add_bench(commands)
-    add_inspect_options(_command(commands, "inspect", "Print what is in a bundle."))
-    add_push_options(_command(commands, "push", "Upload a bundle to the Hugging Face hub, with a model card."))
-    add_pull_options(_command(commands, "pull", "Download a bundle from the Hugging Face hub, and check every file."))
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS, prog=PROGRAM
+    )
+    made = {name: _command(commands, name, about) for name, about in COMMANDS.items()}
+    add_probe_options(made["probe"])
+    _add_export(made["export"], config)
+    _add_build(made["build"])
+    add_inspect_options(made["inspect"])
+    _add_validate(made["validate"])
+    _add_bench(made["bench"])
+    _add_generate(made["generate"])
+    add_serve_options(made["serve"], config)
+    _add_engine_options(made["serve"], json="log one JSON object per line")
+    add_triton_options(made["triton"], config)
+    _add_provider(made["triton"])
+    add_draft_options(made["draft"], config)
+    add_tune_options(made["tune"])
+    _add_calibrate(made["calibrate"], config)
+    add_adapt_options(made["adapt"], config)
+    add_push_options(made["push"])
+    add_pull_options(made["pull"])
+    for name in ("adapt", "calibrate", "draft", "export", "probe", "tune", "validate"):
+        _add_trust(made[name])
+    for command in made.values():
+        _add_logging(command)
     return parser
 
 
-def _command(commands, name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
+def _command(commands, name: str, about: Command) -> Parser:
+    parser = commands.add_parser(name)
+    parser.describe(about, SPEC_HELP if name in ("adapt", "calibrate", "export", "tune", "validate") else "")
+    return parser
+
+
+def _add_logging(parser: Parser) -> None:
     parser.add_argument("-q", "--quiet", action="count", default=0, help="only warnings and errors")
     parser.add_argument("-v", "--verbose", action="count", default=0, help="log everything, such as what passes change")
     parser.add_argument("--debug", action="store_true", help="print tracebacks")
-    return parser
 
 
 def config_flag(field: str) -> str:
@@ -104,20 +114,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     group.add_argument(config_flag(KV_CACHE_STRATEGY), help=argparse.SUPPRESS)  # for scripts: exact, or refused
 
 
-def _add_adapt(commands, config: bool) -> None:
-    parser = _command(commands, "adapt", "Train a model to exit early with few changed tokens.", SPEC_HELP)
-    _add_trust(parser)
-    add_adapt_options(parser, config)
-
-
-def _add_draft(commands, config: bool) -> None:
-    parser = _command(commands, "draft", "Train a drafter on a bundle's answers, to make `lossless` mode faster.")
-    _add_trust(parser)
-    add_draft_options(parser, config)
-
-
-def _add_calibrate(commands, config: bool) -> None:
-    parser = _command(commands, "calibrate", "Fit one router per checkpoint on text and save them.", SPEC_HELP)
+def _add_calibrate(parser: Parser, config: bool) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="router file to write (.safetensors)")
     parser.add_argument("--from-tide", metavar="FILE", help="convert TIDE's own router.pt instead of fitting anything")
@@ -126,13 +123,11 @@ def _add_calibrate(commands, config: bool) -> None:
     )
     parser.add_argument("--cache", metavar="FOLDER", help="keep hidden states on disk, from which a killed run resumes")
     parser.add_argument("--device-map", choices=["auto"], help="spread the model over several devices")
-    _add_trust(parser)
     if config:
         _add_config(parser)
 
 
-def _add_export(commands, config: bool) -> None:
-    parser = _command(commands, "export", "Make a bundle; calibrates first unless --routers is given.", SPEC_HELP)
+def _add_export(parser: Parser, config: bool) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument("--routers", metavar="FILE", help="from `calibrate`, TIDE's, or model: a looped model's gate")
@@ -170,7 +165,6 @@ def _add_export(commands, config: bool) -> None:
     )
     _add_plugins(parser)
     parser.add_argument("--device-map", choices=["auto"], help="spread the model over devices, memory and disk")
-    _add_trust(parser)
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
     _add_batch_size(parser, "8")
     parser.add_argument(
@@ -191,26 +185,18 @@ def _add_export(commands, config: bool) -> None:
         _add_config(parser)
 
 
-def _add_build(commands) -> None:
-    parser = _command(commands, "build", "Build a bundle's TensorRT plans for this machine's GPU and versions.")
+def _add_build(parser: Parser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", help="a bundle exported for tensorrt or tensorrt-rtx")
     parser.add_argument("--target", choices=FLAVOURS, help="TensorRT to build for (the bundle's target)")
     _add_batch_size(parser, "as before")
     _add_plugins(parser)
 
 
-def _add_validate(commands) -> None:
-    parser = _command(
-        commands,
-        "validate",
-        "Compare a bundle with its model and with TIDE's rule, token for token; exit code 1 when they differ.",
-        SPEC_HELP,
-    )
+def _add_validate(parser: Parser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument(
         "--model", dest="model_name", required=True, metavar="MODEL", help="the model the bundle was made from"
     )
-    _add_trust(parser)
     parser.add_argument("--dataset", metavar="SPEC", help="text for the prompts (the text of the calibration)")
     parser.add_argument("--prompts", type=int, metavar="N", help="number of prompts (16)")
     parser.add_argument("--longest-prompt", type=int, metavar="N", help="in tokens (128)")
@@ -242,20 +228,7 @@ def _add_validate(commands) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
-def _add_tune(commands) -> None:
-    parser = _command(
-        commands,
-        "tune",
-        "Find and store thresholds with a guarantee of how many tokens are changed; or, with --mode "
-        "lossless, the fastest drafting settings on this machine.",
-        SPEC_HELP,
-    )
-    _add_trust(parser)
-    add_tune_options(parser)
-
-
-def _add_generate(commands) -> None:
-    parser = _command(commands, "generate", "Continue a prompt; text to stdout as it comes, statistics to stderr.")
+def _add_generate(parser: Parser) -> None:
     add_prompt_options(parser)
     _add_exit_options(parser)
     parser.add_argument(
@@ -284,22 +257,7 @@ def _add_generate(commands) -> None:
     _add_engine_options(parser)
 
 
-def _add_serve(commands, config: bool) -> None:
-    parser = _command(commands, "serve", "Serve a bundle over HTTP with OpenAI's API until SIGTERM or Ctrl-C.")
-    add_serve_options(parser, config)
-    _add_engine_options(parser, json="log one JSON object per line")
-
-
-def _add_triton(commands, config: bool) -> None:
-    parser = _command(commands, "triton", "Add a bundle to a model repository of NVIDIA Triton.")
-    add_triton_options(parser, config)
-    _add_provider(parser)
-
-
-def _add_bench(commands) -> None:
-    parser = _command(
-        commands, "bench", "Time prefill and decoding at full depth, with exits, and with every token exiting."
-    )
+def _add_bench(parser: Parser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue (a built-in one)")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of the prompt, cut to this (64)")

@@ -5,11 +5,10 @@ import json
 from argparse import Namespace
 
 
-def add_probe_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the options and returns the parser."""
+def add_probe_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file or a Hugging Face hub id")
     parser.add_argument("--json", action="store_true", help="print the prediction as JSON")
-    return parser
 
 
 def run_probe(options: Namespace) -> int:

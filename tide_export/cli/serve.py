@@ -69,7 +69,8 @@ def server_config(options: Namespace) -> "ServerConfig":
         return ServerConfig(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+        option, reason = str(first["loc"][0]), first["msg"].replace("Input should be", "must be")
+        raise ConfigError(f"--{option.replace('_', '-')} {reason}, not {given[option]}") from None
 
 
 def run_serve(options: Namespace) -> int:
@@ -80,7 +81,7 @@ def run_serve(options: Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
-        raise ConfigError(f"serving needs the package {error.name!r}: pip install 'tide_export[serve]'") from None
+        raise ConfigError(f"serving needs the package {error.name!r}: pip install -e '.[serve]' in the clone") from None
     _log(options)
     serve(
         options.bundle,

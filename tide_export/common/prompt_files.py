@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tide_export.common.values import check_text, parse_json
-from tide_export.errors import GenerationError
+from tide_export.errors import GenerationError, reason
 
 
 class Beginning(str):
@@ -21,7 +21,7 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise GenerationError(f"cannot read prompts from {path}: {error}") from None
+        raise GenerationError(f"cannot read prompts from {path}: {reason(error)}") from None
     if not lines:
         raise GenerationError(f"{path} holds no prompts")
     if path.suffix != ".jsonl":

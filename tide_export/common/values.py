@@ -5,9 +5,11 @@ All engines and commands share these checks. The C++ runtime has the same limits
 
 import json
 import operator
+from collections.abc import Iterable
+from difflib import get_close_matches
 from math import inf, isfinite
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from tide_export.errors import GenerationError, TideError
 
@@ -83,6 +85,28 @@ class Limits(NamedTuple):
         else:
             rule = f"lie in [{self.low}, {self.high}]" if isfinite(self.high) else f"be {self.low} or more"
         raise GenerationError(f"{name} must {rule}, not {number!r}")
+
+
+def check_names(
+    what: str, given: Iterable[str], known: Iterable[str], error: type[TideError] = GenerationError
+) -> None:
+    """Raises `error` for a name that is not known; the message adds the nearest that is."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise error(f"{what} {name!r}" + "".join(f": did you mean {one!r}?" for one in near))
+
+
+class Options:
+    """A base of dataclasses of a user's options: a misspelt field is a TideError, not a TypeError."""
+
+    error: ClassVar[type[TideError]] = GenerationError
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Checks the names of the fields."""
+        check_names(f"{cls.__name__} has no option", options, getattr(cls, "__dataclass_fields__", ()), cls.error)
+        return super().__new__(cls)
 
 
 def shown(value: object) -> str:

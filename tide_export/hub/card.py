@@ -91,12 +91,12 @@ def _commands(manifest: Manifest, repo: str, revision: str | None) -> str:
         "" if manifest.networks is None else f"\n\nTensorRT: `tide-export build {folder}` on the GPU's machine first."
     )
     if manifest.has_cuda_networks:
-        engines = "\n\nOn an NVIDIA GPU: `pip install 'tide_export[cuda]'`."
+        engines = "\n\nOn an NVIDIA GPU: `pip install -e '.[cuda]'`."
     chat = " --chat" if TEMPLATE_FILE in manifest.files else ""
     return (
         "## Run it\n\n"
         "```bash\n"
-        "pip install 'tide_export[cpu]'\n"
+        "pip install -e '.[cpu]'    # in a clone of tide_export, which no package index has\n"
         f"tide-export pull {repo}{branch}\n"
         f'tide-export generate {folder} --prompt "Once upon a time"{chat}\n'
         "```\n\n"

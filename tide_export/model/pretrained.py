@@ -24,8 +24,8 @@ from transformers.utils.import_utils import is_gguf_available
 
 from tide_export.common.progress import quiet_transformers
 from tide_export.errors import ModelError, UnsupportedModelError, first_line
+from tide_export.model.paths import GGUF, check_model, is_gguf
 
-GGUF = ".gguf"
 WEIGHT_FILES = (GGUF, ".safetensors", ".bin")
 MAX_LAYERS = 10_000
 NUMBERS_PER_BYTE = 16  # of the model's files, at most: 2-bit weights, and tied ones registered several times
@@ -36,11 +36,6 @@ SPARE_BUFFERS = 2**28  # numbers in buffers, such as a causal mask, which no fil
 modeling_gguf_pytorch_utils.tqdm = hf_logging.tqdm
 
 
-def is_gguf(name: str) -> bool:
-    """Tells whether `name` is the path of a GGUF file."""
-    return name.lower().endswith(GGUF) and not Path(name).is_dir()
-
-
 @contextmanager
 def opened(name: str, trust_remote_code: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the path and the keyword arguments with which transformers' `from_pretrained` reads `name`.
@@ -48,15 +43,13 @@ def opened(name: str, trust_remote_code: bool) -> Iterator[tuple[str, dict[str, 
     A GGUF file is read from an empty folder: transformers would prefer a tokenizer.json beside it to its own tokenizer.
 
     Raises:
-        ModelError: no such GGUF file, or the package that reads it is missing.
+        ModelError: the package that reads GGUF files is missing.
     """
     if not is_gguf(name):
         yield name, {"trust_remote_code": trust_remote_code}
         return
-    if not Path(name).is_file():
-        raise ModelError(f"no GGUF file at {name!r}")
     if not is_gguf_available():
-        raise ModelError(f"reading {name} needs the package 'gguf': pip install 'tide_export[gguf]'")
+        raise ModelError(f"reading {name} needs the package 'gguf': pip install -e '.[gguf]' in the clone")
     with TemporaryDirectory() as empty:
         yield empty, {"gguf_file": str(Path(name).resolve())}
 
@@ -70,7 +63,7 @@ def read_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
         ModelError: no such model, or its config is damaged or asks for absurd sizes.
         UnsupportedModelError: transformers does not know the architecture, or only with code of the model's folder.
     """
-    _check_path(name)
+    check_model(name)
     try:
         with quiet_transformers(), opened(name, trust_remote_code) as (path, options):
             values, _ = PretrainedConfig.get_config_dict(path, **options)
@@ -79,11 +72,6 @@ def read_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     except ModelError:
         raise
     except Exception as error:  # transformers, the config's own checks and a model's own code raise many kinds
-        if isinstance(error, OSError) and not Path(name).exists():
-            raise ModelError(
-                f"no model {name!r}: no such folder, and the hub does not have it or cannot be reached "
-                f"({first_line(error)})"
-            ) from error
         damaged = isinstance(error, OSError | MemoryError | RecursionError)
         kind = ModelError if damaged else UnsupportedModelError
         what = "GGUF file" if is_gguf(name) else "model"
@@ -160,16 +148,6 @@ def bounded_sizes(name: str) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _check_path(name: str) -> None:
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"folder {name!r} holds no config.json: it is not a Hugging Face model")
-    if path.is_file() and not is_gguf(name):
-        raise ModelError(f"{name!r} is a file: give the folder of a Hugging Face model, a GGUF file or a hub id")
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1) and not is_gguf(name):
-        raise ModelError(f"no model at {name!r}: the folder does not exist")
 
 
 def _check_layers(values: Any, name: str, key: str = "") -> None:

@@ -199,7 +199,8 @@ _METHODS: dict[str, Callable[[dict[str, Any]], tuple[str, str | None]]] = {
 def _require_compressed_tensors(name: str) -> None:
     if find_spec("compressed_tensors") is None:
         raise ModelError(
-            f"{name} is quantized with compressed-tensors, which is not installed: pip install tide_export[export]"
+            f"{name} is quantized with compressed-tensors, which is not installed: pip install -e '.[export]' in the "
+            "clone"
         )
 
 

@@ -22,10 +22,10 @@ from tide_export.common.progress import quiet_transformers
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from tide_export.model.attention import reference_attention
 from tide_export.model.gguf_weights import keeping_integers
+from tide_export.model.paths import is_gguf
 from tide_export.model.pretrained import (
     bounded_sizes,
     code_error,
-    is_gguf,
     opened,
     read_config,
     remote_code_refused,

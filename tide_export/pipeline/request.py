@@ -20,6 +20,7 @@ from tide_export.bundle.manifest import (
 from tide_export.bundle.plan_fields import FP8, INT4
 from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
 from tide_export.calibration.config import TideConfig
+from tide_export.common.values import Options
 from tide_export.errors import ConfigError
 from tide_export.names.operators import OP_HALF_MATMUL
 from tide_export.plans.build import check_matrices, require_builder
@@ -33,7 +34,7 @@ CUDA_WEIGHTS = (AUTO, "bf16", "fp16", INT4)  # GroupQueryAttention has no kernel
 
 
 @dataclass(frozen=True)
-class ExportRequest:
+class ExportRequest(Options):
     """A request to export a model to a bundle, checked at construction.
 
     Args:
@@ -73,6 +74,7 @@ class ExportRequest:
         ProviderError, BuildError: this machine cannot build the requested plans.
     """
 
+    error = ConfigError
     model: str
     output: str | os.PathLike[str]
     _: KW_ONLY

@@ -51,7 +51,7 @@ def require_builder(flavour: Flavour) -> str:
     """
     library = import_library(flavour)
     if importlib.util.find_spec("polygraphy") is None:
-        raise BuildError(f"building plans needs Polygraphy: pip install tide_export[{flavour.extra}]")
+        raise BuildError(f"building plans needs Polygraphy: pip install -e '.[{flavour.extra}]' in the clone")
     if not flavour.builds_without_gpu and compute_capability() is None:
         raise BuildError(
             f"{flavour.title} builds for the GPU it finds and there is none here: run `tide-export build` on a machine "

@@ -51,7 +51,7 @@ def require_gptq() -> Any:
         from neural_compressor.torch.algorithms.weight_only import gptq
     except ImportError as error:
         raise ConfigError(
-            f"quantization gptq needs Neural Compressor ({error}): pip install 'tide_export[gptq]'"
+            f"quantization gptq needs Neural Compressor ({error}): pip install -e '.[gptq]' in the clone"
         ) from None
     return gptq
 

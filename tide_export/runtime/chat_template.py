@@ -35,7 +35,7 @@ class ChatTemplate:
             GenerationError: jinja2 is missing.
         """
         if find_spec("jinja2") is None:
-            raise GenerationError("a conversation needs the package 'jinja2': pip install 'tide_export[chat]'")
+            raise GenerationError("a conversation needs the package 'jinja2': pip install -e '.[chat]' in the clone")
         source = bundle.text(TEMPLATE_FILE)
         if source is None:
             raise BundleError(

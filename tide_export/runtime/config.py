@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, get_args, get_origin
 
-from tide_export.common.values import Limits, check_text, parse_json, real_number, shown, whole_number
+from tide_export.common.values import Limits, Options, check_text, parse_json, real_number, shown, whole_number
 from tide_export.errors import GenerationError
 from tide_export.thresholds.resolve import check_mode, check_threshold
 
@@ -24,7 +24,7 @@ DRAWN = "only with a temperature"  # marks an option that has no effect without 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig:
+class GenerationConfig(Options):
     """Holds the options of a generation; lists and arrays are stored as tuples.
 
     Attributes:
@@ -245,7 +245,7 @@ def with_options(config: GenerationConfig | None, options: GenerationOptions) ->
     if config is None:
         return GenerationConfig(**options)
     if not isinstance(config, GenerationConfig):
-        raise TypeError(f"config must be a GenerationConfig, not {shown(config)}: give single options by name")
+        raise GenerationError(f"config must be a GenerationConfig, not {shown(config)}: give single options by name")
     return replace(config, **options) if options else config
 
 
@@ -270,8 +270,14 @@ def token_ids(what: str, ids: "Sequence[int] | np.ndarray") -> "np.ndarray":
         # NumPy converts True and False in a list to 1 and 0.
         or (not isinstance(ids, np.ndarray) and any(isinstance(one, bool | np.bool_) for one in ids))
     ):
-        raise GenerationError(f"{what} must be a flat list of whole numbers (token ids)")
+        cure = ": engine.tokenizer.encode(text) makes them of text" if _is_text(ids) else ""
+        raise GenerationError(f"{what} must be a flat list of whole numbers (token ids){cure}")
     return array
+
+
+def _is_text(ids: Any) -> bool:
+    """Tells whether `ids` is text, or a list with text in it."""
+    return isinstance(ids, str) or (isinstance(ids, list | tuple) and any(isinstance(one, str) for one in ids))
 
 
 def _plain(value: Any) -> Any:

@@ -46,5 +46,5 @@ def check_packages() -> None:
         return
     raise ProviderError(
         f"onnxruntime {versions[0]} and onnxruntime-gpu {versions[1]} are both installed and overwrite each other's "
-        "files: pip uninstall onnxruntime onnxruntime-gpu, then pip install tide_export[cuda]"
+        "files: pip uninstall onnxruntime onnxruntime-gpu, then pip install -e '.[cuda]' in the clone"
     )

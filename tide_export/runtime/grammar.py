@@ -147,7 +147,9 @@ def _vocabulary(bundle: Bundle, kind: str) -> Any:
     try:
         from llguidance import LLTokenizer
     except ModuleNotFoundError:
-        raise GenerationError(f"{kind} needs the package 'llguidance': pip install 'tide_export[grammar]'") from None
+        raise GenerationError(
+            f"{kind} needs the package 'llguidance': pip install -e '.[grammar]' in the clone"
+        ) from None
     ends, file = list(bundle.manifest.model.eos_token_ids), bundle.files[TOKENIZER_FILE]
     if not ends:
         raise GenerationError(f"{kind} needs a model with an end-of-sequence token, and that of {bundle.path} has none")

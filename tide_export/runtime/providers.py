@@ -95,8 +95,8 @@ def _candidates(bundle: Bundle) -> list[str]:
 def _open(bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None) -> Owned:
     if provider not in FLAVOURS and options["onnxruntime"] is None and not os.environ.get("TIDE_ONNXRUNTIME"):
         raise ProviderError(
-            f"provider '{provider}' needs ONNX Runtime: pip install tide_export[cpu], or name its library in the "
-            "environment variable TIDE_ONNXRUNTIME"
+            f"provider '{provider}' needs ONNX Runtime: pip install -e '.[cpu]' in the clone, or name its library in "
+            "the environment variable TIDE_ONNXRUNTIME"
         )
     if provider == "cuda":
         check_packages()

@@ -21,7 +21,7 @@ import numpy as np
 
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import Bundle
-from tide_export.common.values import real_number, whole_number
+from tide_export.common.values import Options, real_number, whole_number
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.handle import RequestHandle
@@ -40,7 +40,7 @@ logger = logging.getLogger("tide_export.scheduling")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerLimits:
+class SchedulerLimits(Options):
     """Limits the work and memory of a scheduler.
 
     Attributes:
@@ -72,7 +72,7 @@ class SchedulerLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditConfig:
+class AuditConfig(Options):
     """Sets how a scheduler checks tokens of mode `exit` against full depth.
 
     Attributes:

@@ -63,5 +63,6 @@ def check_threshold(value: object) -> float:
     except GenerationError:
         number = -1.0
     if not 0.0 <= number <= MAX_THRESHOLD:
-        raise GenerationError(f"threshold must lie in [0, 1], not {shown(value)}")
+        cure = ", which is text: give a number" if isinstance(value, str) else ""
+        raise GenerationError(f"threshold must lie in [0, 1], not {shown(value)}{cure}")
     return number

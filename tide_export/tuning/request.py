@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from tide_export.common.changed_tokens import EPSILON, TEMPERATURE
-from tide_export.common.values import not_negative, real_number, whole_number
+from tide_export.common.values import Options, not_negative, real_number, whole_number
 from tide_export.errors import ConfigError
 
 MINIMUM = {
@@ -20,7 +20,7 @@ MINIMUM = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneRequest:
+class TuneRequest(Options):
     """Options of both modes.
 
     Attributes:
@@ -38,6 +38,7 @@ class TuneRequest:
         ConfigError: a number is out of range.
     """
 
+    error = ConfigError
     mode: ClassVar[str]
     dataset: str
     prompts: int
@@ -147,5 +148,8 @@ def make_request(mode: str, options: Mapping[str, Any]) -> ExitRequest | Lossles
         if wrong := sorted(values.keys() & names[other] - names[mode]):
             raise ConfigError(f"{wrong[0]} belongs to mode {other}, not to mode {mode}")
     if mode == "exit" and not {"epsilon", "delta"} <= values.keys():
-        raise ConfigError("mode exit needs epsilon and delta")
+        raise ConfigError(
+            "mode exit needs epsilon, a share of changed tokens, and delta, the risk that it is more: give both, such "
+            "as 0.05 and 0.1"
+        )
     return REQUESTS[mode](**values)

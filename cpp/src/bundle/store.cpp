@@ -99,6 +99,9 @@ Bundle open_files(fs::path const& path, int folder, bool verify) {
   fs::path const source = path / kManifestFile;
   struct stat status {};
   if (::fstatat(folder, kManifestFile, &status, AT_SYMLINK_NOFOLLOW) != 0 && errno == ENOENT) {
+    if (::faccessat(folder, "config.json", F_OK, 0) == 0) {
+      throw BundleError(quoted(path) + " is a model, export it first: tide-export export " + path.string() + " -o BUNDLE");
+    }
     throw BundleError(quoted(path) + " is not a bundle: it has no " + kManifestFile);
   }
   auto const file = open_file(source, folder, kManifestFile);
@@ -256,7 +259,7 @@ Bundle open_bundle(fs::path const& path, bool verify, std::optional<OpenedFiles>
     Descriptor const folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (folder.get() < 0) {
       int const error = errno;
-      if (error == ENOENT) throw BundleError("bundle " + quoted(path) + " does not exist");
+      if (error == ENOENT) throw BundleError("bundle " + quoted(path) + " does not exist: `tide-export export MODEL -o " + path.string() + "` makes one");
       if (error == ENOTDIR) throw BundleError(quoted(path) + " is not a bundle: it has no " + kManifestFile);
       throw BundleError("cannot read bundle " + quoted(path) + ": " + message_of(error));
     }

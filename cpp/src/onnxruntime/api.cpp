@@ -150,7 +150,7 @@ void SessionOptions::run_on_cuda(int gpu) {
     require(functions().SessionOptionsAppendExecutionProvider_CUDA_V2(raw_, options));
   } catch (Exception const& error) {  // a library that it links to is missing
     throw tide::ProviderError("ONNX Runtime cannot open its CUDA provider (" + tide::first_line(error) +
-                              "): pip install tide_export[cuda], or put CUDA's libraries where the system finds them");
+                              "): pip install -e '.[cuda]' in the clone, or put CUDA's libraries where the system finds them");
   }
 }
 

@@ -27,7 +27,7 @@ void* open_library() {
     }
   }
   throw ProviderError("the CUDA runtime cannot be opened (" + reason +
-                      "): pip install tide_export[cuda], or name its library in TIDE_CUDART");
+                      "): pip install -e '.[cuda]' in the clone, or name its library in TIDE_CUDART");
 }
 
 // Opened once; it stays open.

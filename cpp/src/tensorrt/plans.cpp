@@ -30,6 +30,10 @@ std::string title_of(std::string const& flavour) { return flavour == "tensorrt" 
 void check_plans(Bundle const& bundle, std::string const& flavour) {
   auto const& plans = bundle.manifest.engines;
   std::string const path = bundle.path.string(), build = "`tide-export build " + path + " --target " + flavour + "`";
+  if (!bundle.manifest.networks || bundle.manifest.networks->cuda) {
+    throw ProviderError("bundle '" + path + "' holds no networks for provider '" + flavour +
+                        "': export it with --target " + flavour + ", or use provider 'cpu'");
+  }
   if (!plans) {
     throw ProviderError("bundle '" + path + "' holds no TensorRT plans: build them with " + build +
                         ", or use provider 'cpu'");

@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_cpu(thresholds: list[float], on_gpu) -> None:
         (
             {"FAKE_ORT_MISSING": "libcublas.so.13: cannot open shared object file"},
             "ONNX Runtime cannot open its CUDA provider (libcublas.so.13: cannot open shared object file): pip install "
-            "tide_export[cuda]",
+            "'.[cuda]'",
         ),
         ({"FAKE_CAPABILITY": "61"}, "GPU 1 has compute capability 6.1, and provider 'cuda' needs 7.5"),
         ({"FAKE_DRIVER": "1"}, "the GPU cannot be used: NVIDIA's driver is older than the CUDA runtime: update the"),

@@ -32,7 +32,7 @@ from transformers.utils.generic import ContextManagers
 from tide_export.common.progress import quiet_transformers
 from tide_export.drafting.heads.head import CAUSAL, DraftHead, check_embedding
 from tide_export.errors import DraftError, TideError, first_line
-from tide_export.model.pretrained import is_gguf
+from tide_export.model.paths import is_gguf
 from tide_export.model.quantized_files import dequantized
 from tide_export.model.source import SourceModel
 from tide_export.trace.attention.masks import Mask

@@ -15,7 +15,9 @@ def import_cudart() -> ModuleType:
     try:
         from cuda.bindings import runtime
     except ImportError as error:
-        raise ProviderError(f"the CUDA bindings cannot be imported ({error}): pip install tide_export[gpu]") from None
+        raise ProviderError(
+            f"the CUDA bindings cannot be imported ({error}): pip install -e '.[gpu]' in the clone"
+        ) from None
     return runtime
 
 

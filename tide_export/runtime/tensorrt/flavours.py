@@ -88,8 +88,8 @@ def import_library(flavour: Flavour) -> ModuleType:
     except ImportError as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ProviderError(
-            f"{flavour.title} cannot be imported ({reason}): pip install {flavour.package}, or "
-            f"tide_export[{flavour.extra}]"
+            f"{flavour.title} cannot be imported ({reason}): pip install {flavour.package}, or -e "
+            f"'.[{flavour.extra}]' in the clone"
         ) from None
 
 

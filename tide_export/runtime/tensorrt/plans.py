@@ -105,7 +105,12 @@ def check_plans(bundle: Bundle, provider: str) -> tuple[NetworksInfo, PlansInfo]
         BundleError: the plans were built from other weights.
     """
     manifest, info, plans = bundle.manifest, bundle.manifest.networks, bundle.manifest.engines
-    if plans is None or info is None:
+    if info is None or manifest.has_cuda_networks:
+        raise ProviderError(
+            f"bundle '{bundle.path}' holds no networks for provider '{provider}': export it with --target {provider}, "
+            "or use provider 'cpu'"
+        )
+    if plans is None:
         raise ProviderError(
             f"bundle '{bundle.path}' holds no TensorRT plans: build them with `tide-export build {bundle.path} "
             f"--target {provider}`, or use provider 'cpu'"
