@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-CODE = Path(__file__).parent / "model" / "looped_code"
+CODE = Path(__file__).parent.parent / "demo" / "looped_code"
 LAYERS, LOOPS = 2, 4
 AUTO_MAP = {
     "AutoConfig": "configuration_looped.LoopedConfig",

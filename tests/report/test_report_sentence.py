@@ -91,6 +91,14 @@ def test_what_the_bundle_does(assessment):
     assert f"a perplexity of {100 * outcome.change.perplexity:+.1f} % at temperature 0.8" in sentence
 
 
+def test_depth_of_a_looped_model_is_in_loops_too(assessment):
+    looped = report_data.varied(assessment, loops=4)
+    choice, outcome = investigate(looped).choice(0.02).outcome, looped.evaluation.outcome((0.85, 0.85, 0.85))
+    for sentence, layers in ((said(looped).sentence, choice.layers), (default(looped), outcome.layers)):
+        assert f"{layers:.1f} of 12 layers per token, {layers / 3:.1f} of 4 loops (" in sentence
+    assert "loops" not in said(assessment).sentence + default(assessment)
+
+
 def test_a_checkpoint_that_is_switched_off_is_named(assessment):
     assert "(checkpoint 3 is switched off)" in default(replace(assessment, thresholds=(1.0, 0.85, 0.85)))
     assert "(checkpoints 3 and 6 are switched off)" in default(replace(assessment, thresholds=(1.0, 1.0, 0.85)))

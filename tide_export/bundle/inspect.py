@@ -50,6 +50,7 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
             "architecture": model.architecture,
             "weights_sha256": model.weights_sha256,
             "num_layers": model.num_layers,
+            "loops": model.loops or 1,
             "hidden_size": model.hidden_size,
             "vocab_size": model.vocab_size,
             "context_length": model.context_length,
@@ -167,13 +168,14 @@ def _company(described: dict[str, Any]) -> str:
 def render(described: dict[str, Any]) -> str:
     """Returns the text `inspect` prints."""
     model, files = described["model"], described["files"]
+    in_turns = f" in {model['loops']} loops" if model["loops"] > 1 else ""
     total = sum(info["size"] for info in files.values())
     checked = "sizes and sha256 match" if described["files_verified"] else "sizes match, sha256 not checked"
     lines = [
         f"bundle     {described['bundle']}  ({'+'.join(described['targets'])}, {described['weights']}, "
         f"opset {described['opset']})",
         f"created    {described['created']}",
-        f"model      {model['name']}  ({model['architecture']}, {model['num_layers']} layers, "
+        f"model      {model['name']}  ({model['architecture']}, {model['num_layers']} layers{in_turns}, "
         f"hidden {model['hidden_size']}, vocabulary {model['vocab_size']}{', code of its own' * model['remote_code']})",
         f"weights    sha256 {model['weights_sha256'][:12]}{_quantization(described)}",
         f"context    {model['context_length'] or 'unlimited'} tokens, "

@@ -49,7 +49,8 @@ MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
 OMITTED = (
     *("quantization", "remote_code", "auto", "kv_cache", "drafter"),
-    *("model.kv_layers", "model.states", "model.lora", "networks.matrices", "engines.built", "auto.slots"),
+    *("model.kv_layers", "model.states", "model.lora", "model.loops"),
+    *("networks.matrices", "engines.built", "auto.slots"),
     *("drafting.draft_costs", "drafting.verify_costs", "drafting.drafter_cost", "drafting.max_learned"),
     *("networks.embedding", "engines.copied", "drafter.record"),
 )

@@ -61,6 +61,7 @@ class ModelInfo:
     kv_layers: tuple[int, ...] | None = None  # of each of these, the one whose K/V it reads; None: each its own
     states: tuple[StateInfo, ...] | None = None  # of layers, in their order; None, and then not written: there are none
     lora: LoraInfo | None = None  # None, and then not written: there is no room for adapters
+    loops: int | None = None  # runs of the same layers, each counted in num_layers; None, and then not written: one
 
     @property
     def state_bytes(self) -> int:
@@ -80,6 +81,9 @@ def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> 
     """Checks ranges and agreement of the fields; `require` takes a condition, the field and the rule."""
     for name in ("num_layers", "hidden_size", "vocab_size"):
         require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
+    loops = model.loops or 1
+    even = loops >= 1 and model.num_layers % loops == 0
+    require(even, "model.loops", "must be 1 or more, and divide num_layers")
     require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
     known = all(0 <= i < model.vocab_size for i in model.eos_token_ids)
     require(known, "model.eos_token_ids", "holds a token id outside the vocabulary")

@@ -48,6 +48,7 @@ class Evaluation:
         added: float32 [n, C], `added_loss` of an exit there, nats.
         documents: int64 [n], the document of each token.
         temperature: of `changed` and `added`; 0: greedy.
+        loops: how often the same layers run, each time counted in `num_layers`.
     """
 
     num_layers: int
@@ -60,6 +61,7 @@ class Evaluation:
     added: np.ndarray
     documents: np.ndarray
     temperature: float
+    loops: int = 1
 
     def outcome(self, thresholds: Sequence[float]) -> Outcome:
         """Computes the effect of `thresholds` (one per checkpoint) on these tokens."""

@@ -72,7 +72,8 @@ def evaluate(
     if config.label != "cosine":
         labels = unchanged.copy() if config.label == "unchanged" else kl < config.kl_bound
     documents = sample.documents.numpy()
-    return Evaluation(depth, checkpoints, scores, labels, unchanged, kl, changed, added, documents, config.temperature)
+    measured = scores, labels, unchanged, kl, changed, added, documents
+    return Evaluation(depth, checkpoints, *measured, config.temperature, source.loops)
 
 
 def report_checkpoints(

@@ -32,6 +32,11 @@ def size(count: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def in_loops(layers: float, num_layers: int, loops: int) -> str:
+    """Returns `, 2.1 of 4 loops` for layers run of a model whose layers run in loops; nothing for others."""
+    return f", {layers * loops / num_layers:.1f} of {loops} loops" if loops > 1 else ""
+
+
 def percent(part: float, whole: float) -> str:
     """Returns `part / whole` as a percentage, `-` for a `whole` of 0."""
     return f"{100.0 * part / whole:.1f} %" if whole else "-"

@@ -166,6 +166,7 @@ def make_manifest(
             kv_layers=pieces.kv_layers if shares else None,
             states=pieces.states or None,
             lora=pieces.lora,
+            loops=source.loops if source.loops > 1 else None,
         ),
         checkpoints=routers.checkpoints,
         thresholds=(config.exit_threshold,) * len(routers.checkpoints),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tide_export.calibration.assessment import Assessment, Outcome
+from tide_export.common.formatting import in_loops
 from tide_export.report.findings import Choice, Findings, RouterFinding
 from tide_export.report.wording import change, listed, number, percent
 
@@ -45,16 +46,18 @@ class Verdict:
 
 def verdict(assessment: Assessment, findings: Findings) -> Verdict:
     """Sums up the findings at the choice within `HEADLINE`."""
-    depth = assessment.evaluation.num_layers
+    depth, loops = assessment.evaluation.num_layers, assessment.evaluation.loops
     choice = findings.choice(HEADLINE)
     saved = saved_share(choice, depth)
     possible = 1 - findings.perfect.layers / depth
     time = _time(assessment, choice)
     if saved >= WORTHWHILE:
+        layers = choice.outcome.layers
         sentence = (
             f"With at most {within(HEADLINE)}, {assessment.model} runs "
-            f"{number(choice.outcome.layers)} of {depth} layers per token ({percent(saved, 0)} fewer); a perfect "
-            f"router would run {number(findings.perfect.layers)} (router efficiency {percent(choice.efficiency, 0)}). "
+            f"{number(layers)} of {depth} layers per token{in_loops(layers, depth, loops)} "
+            f"({percent(saved, 0)} fewer); a perfect router would run {number(findings.perfect.layers)} "
+            f"(router efficiency {percent(choice.efficiency, 0)}). "
             f"Measured on text that the thresholds were not chosen on: {_changes(choice.outcome)}."
         )
         return Verdict(True, None, f"{time} {sentence}", "")
@@ -72,7 +75,7 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
 
 def default_sentence(assessment: Assessment, findings: Findings) -> str:
     """Describes the bundle's result with its default thresholds."""
-    depth, outcome = assessment.evaluation.num_layers, findings.default
+    depth, loops, outcome = assessment.evaluation.num_layers, assessment.evaluation.loops, findings.default
     open_at = [r for r in findings.routers if r.threshold < 1.0]
     if not open_at:
         return (
@@ -87,9 +90,9 @@ def default_sentence(assessment: Assessment, findings: Findings) -> str:
             "The table above says what other thresholds would give."
         )
     return (
-        f"With its default thresholds{closed} the bundle runs {number(outcome.layers)} of {depth} layers per token "
-        f"({percent(1 - outcome.layers / depth)} fewer), with {_changes(outcome)}; "
-        f"{percent(1 - sum(outcome.exit_shares))} of the tokens run all layers."
+        f"With its default thresholds{closed} the bundle runs {number(outcome.layers)} of {depth} layers per token"
+        f"{in_loops(outcome.layers, depth, loops)} ({percent(1 - outcome.layers / depth)} fewer), with "
+        f"{_changes(outcome)}; {percent(1 - sum(outcome.exit_shares))} of the tokens run all layers."
     )
 
 

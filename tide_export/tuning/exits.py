@@ -57,6 +57,7 @@ def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitRe
         prompts=prompts,
         checkpoints=manifest.checkpoints,
         num_layers=manifest.model.num_layers,
+        loops=manifest.model.loops or 1,
         thresholds=thresholds,
         min_layers=min_layers,
         certified=best,

@@ -6,7 +6,7 @@ from typing import Any
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
-from tide_export.common.formatting import attributes, table
+from tide_export.common.formatting import attributes, in_loops, table
 from tide_export.common.version import __version__
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.choose import Tested
@@ -42,6 +42,7 @@ class ExitReport:
     prompts: Prompts
     checkpoints: tuple[int, ...]
     num_layers: int
+    loops: int
     thresholds: tuple[float, ...]
     min_layers: int
     certified: Tested | None
@@ -168,7 +169,8 @@ class ExitReport:
             f"average, with probability {1 - request.delta:g}; measured {self.certified.risk:.4f}",
             f"  perplexity: {100 * change.perplexity:+.2f} ± {100 * change.perplexity_error:.2f} %, at most "
             f"{100 * request.perplexity_epsilon:+g} % asked for",
-            f"  layers per token: {self.certified.layers:.2f} of {self.num_layers}",
+            f"  layers per token: {self.certified.layers:.2f} of {self.num_layers}"
+            f"{in_loops(self.certified.layers, self.num_layers, self.loops)}",
             f"  {self._scope()}",
         ]
 

@@ -157,6 +157,8 @@ class LoopedModel(LoopedPreTrainedModel):
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # if the config ties them
+
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
         self.model = LoopedModel(config)

@@ -20,6 +20,7 @@ class LoopedConfig(PretrainedConfig):
         total_ut_steps=4,
         early_exit_threshold=0.6,
         gate_width=1,
+        tie_word_embeddings=False,
         **kwargs,
     ):
         self.vocab_size = vocab_size
@@ -34,4 +35,5 @@ class LoopedConfig(PretrainedConfig):
         self.total_ut_steps = total_ut_steps
         self.early_exit_threshold = early_exit_threshold
         self.gate_width = gate_width  # 0: no gate
+        self.tie_word_embeddings = tie_word_embeddings
         super().__init__(**kwargs)
