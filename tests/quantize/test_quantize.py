@@ -1,7 +1,6 @@
 """Which matrices of a model are quantized, and what is left in the model behind it."""
 
 import copy
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,9 @@ import torch
 from families import build
 
 from tide_export.bundle.manifest import Quantization
-from tide_export.errors import ConfigError
 from tide_export.model.source import load_model
-from tide_export.quantize import gptq
 from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.matrices import find_matrices
-from tide_export.quantize.settings import quantization_settings
 
 INT4 = Quantization("rtn", 4, 32, True, 4)
 GPTQ = Quantization("gptq", 4, 32, True, 4)
@@ -108,21 +104,3 @@ def test_gptq_with_zero_points_gives_the_grid_it_rounded_to() -> None:
     stored = source.model.model.layers[1].mlp.down_proj.weight.detach().numpy()
     np.testing.assert_array_equal(stored, blocks.values())
     assert len(np.unique(blocks.zeros)) > 2
-
-
-def test_without_neural_compressor_gptq_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "neural_compressor.torch.algorithms.weight_only", None)
-    with pytest.raises(ConfigError, match="gptq needs Neural Compressor"):
-        quantize_model(build("llama"), quantization_settings("int4", "gptq"), texts(1))
-    assert gptq.require_gptq  # the import stays lazy: runs and RTN do without it
-
-
-def test_importing_gptq_silences_the_warnings_of_neural_compressor_alone() -> None:
-    gptq.require_gptq()
-    logger = logging.getLogger("neural_compressor")
-    levels = [logging.WARNING, logging.ERROR]
-    passed = [bool(logger.filter(logging.LogRecord("", level, "", 0, "", None, None))) for level in levels]
-    assert passed == [False, True]
-    assert logging.root.manager.disable == 0

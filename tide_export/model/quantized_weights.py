@@ -75,13 +75,16 @@ class Blocks:
         """The number of inputs it is multiplied by, K - R."""
         return self.columns - (0 if self.outliers is None else len(self.outliers))
 
+    def zero_points(self) -> np.ndarray:
+        """The integers that represent 0, float32 [N, n]."""
+        if self.zeros is None:
+            return np.full(self.scales.shape, 2 ** (self.bits - 1), np.float32)
+        return _unpack(self.zeros, self.bits)[:, : self.scales.shape[1]].astype(np.float32)
+
     def values(self) -> np.ndarray:
         """Dequantizes the matrix, float32 [N, K - R]."""
         integers = _unpack(self.packed, self.bits).astype(np.float32)
-        if self.zeros is None:
-            integers -= np.float32(2 ** (self.bits - 1))
-        else:
-            integers -= _unpack(self.zeros, self.bits)[:, : self.scales.shape[1], None].astype(np.float32)
+        integers -= self.zero_points()[..., None]
         integers *= self.scales[..., None]
         values = integers.reshape(self.rows, -1)
         if self.outliers is not None:

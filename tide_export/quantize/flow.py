@@ -15,7 +15,7 @@ from tide_export.common.progress import stage
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.quantized_weights import Blocks, QuantizedWeights
 from tide_export.model.source import SourceModel
-from tide_export.quantize.gptq import quantize_layer, record_layer_inputs, require_gptq
+from tide_export.quantize.gptq import quantize_layer, record_layer_inputs
 from tide_export.quantize.matrices import Matrix, find_matrices
 from tide_export.quantize.outliers import find_outliers, round_with_outliers
 from tide_export.quantize.rounding import Rounding, round_to_nearest
@@ -42,13 +42,10 @@ def quantize_model(
         outside: quantize embedding and head too, and give matrices outlier columns.
 
     Raises:
-        ConfigError: the method needs a package that is not installed.
         CalibrationError: the texts do not reach every layer.
         UnsupportedModelError: the model has no matrix that can be quantized.
     """
-    if settings.method == "gptq":
-        require_gptq()
-    outliers = find_outliers(source, settings) if outside and settings.method == "rtn" else {}
+    outliers = find_outliers(source, settings) if outside else {}
     matrices = find_matrices(source)
     if not outside:
         matrices = replace(matrices, outside=[])
@@ -59,13 +56,15 @@ def quantize_model(
     errors: list[tuple[float, float]] = []
     with stage(f"quantizing the weights to {settings.bits} bits", total=total) as advance:
 
+        def rounded(matrix: Matrix, settings: Quantization = settings) -> Blocks:
+            columns = outliers.get(id(matrix.parameter))
+            if columns is None:
+                return rounding(matrix.read(), settings)
+            return round_with_outliers(matrix.read(), columns, settings, rounding)
+
         def round_all(group: Sequence[Matrix], settings: Quantization) -> None:
             for matrix in group:
-                before, columns = matrix.read(), outliers.get(id(matrix.parameter))
-                if columns is None:
-                    blocks[matrix.name] = rounding(before, settings)
-                else:
-                    blocks[matrix.name] = round_with_outliers(before, columns, settings, rounding)
+                before, blocks[matrix.name] = matrix.read(), rounded(matrix, settings)
                 matrix.write(after := blocks[matrix.name].values())
                 errors.append(_squares(before, after))
                 advance(1)
@@ -78,7 +77,7 @@ def quantize_model(
             round_all(matrices.experts[number], settings)
             if settings.method == "gptq":
                 before = {matrix.name: matrix.read() for matrix in linear.values()}
-                quantized = quantize_layer(layer, number, linear, texts, settings, rounding)
+                quantized = quantize_layer(layer, number, linear, texts, rounded)
                 errors += [_squares(before[name], matrix.values()) for name, matrix in quantized.items()]
                 blocks |= quantized
                 advance(len(quantized))

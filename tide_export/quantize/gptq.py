@@ -1,29 +1,27 @@
 """GPTQ: rounds a matrix column by column and compensates each error in the columns not yet rounded.
 
 Frantar et al., https://arxiv.org/abs/2210.17323. The Hessian of the matrix's inputs on text estimates the cost of an
-error. Intel Neural Compressor implements the algorithm; this module runs the layers in order, each on the outputs of
-the quantized layers before it, and packs the resulting integers.
+error. The layers run in order, each on the outputs of the quantized layers before it. Scales are those of the weights
+before they are compensated, so that the columns of the largest inputs can come first.
 """
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from tide_export.bundle.manifest import Quantization
-from tide_export.errors import CalibrationError, ConfigError, UnsupportedModelError
+from tide_export.errors import CalibrationError, UnsupportedModelError
 from tide_export.model.outputs import first_tensor
-from tide_export.model.quantized_weights import Blocks
+from tide_export.model.quantized_weights import Blocks, packed_rows
 from tide_export.model.source import SourceModel
 from tide_export.quantize.matrices import Matrix
-from tide_export.quantize.rounding import Rounding, round_to_nearest
 
 DAMPING = 0.01  # share of the Hessian's mean diagonal that is added to it, as in the paper
+COLUMNS = 128  # whose errors are compensated in the columns after them at once
 
 
 @dataclass
@@ -37,27 +35,6 @@ class LayerInputs:
 
     hidden: torch.Tensor
     calls: list[tuple[tuple, dict[str, Any]]]
-
-
-def require_gptq() -> Any:
-    """Imports the module with the algorithm.
-
-    Raises:
-        ConfigError: Neural Compressor is not installed.
-    """
-    # A filter, because the import resets the level of its logger and then logs the device.
-    logging.getLogger("neural_compressor").addFilter(_is_error)
-    try:
-        from neural_compressor.torch.algorithms.weight_only import gptq
-    except ImportError as error:
-        raise ConfigError(
-            f"quantization gptq needs Neural Compressor ({error}): pip install -e '.[gptq]' in the clone"
-        ) from None
-    return gptq
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 @torch.no_grad()
@@ -102,15 +79,14 @@ def quantize_layer(
     number: int,
     linear: Mapping[nn.Module, Matrix],
     texts: Sequence[LayerInputs],
-    settings: Quantization,
-    rounding: Rounding = round_to_nearest,
+    rounded: Callable[[Matrix], Blocks],
 ) -> dict[str, Blocks]:
     """Quantizes the matrices of one layer in place and advances `texts` to the next layer.
 
     Args:
         number: index of the layer, from 0.
         linear: the layer's matrices by module.
-        rounding: chooses the scales.
+        rounded: rounds a matrix to the nearest integers, whose scales are kept.
 
     Returns:
         Name of a matrix -> its blocks.
@@ -118,16 +94,12 @@ def quantize_layer(
     Raises:
         CalibrationError: a matrix got no inputs, or NaN or infinite ones.
     """
-    gptq = require_gptq()
-    solvers = {
-        module: gptq.GPTQ(nn.Linear(1, 1), torch.empty(matrix.read().shape)) for module, matrix in linear.items()
-    }
-    with _hessians(solvers):
+    with _hessians(linear) as hessians:
         for text in texts:
             _run(layer, number, text)
     quantized = {}
     for module, matrix in linear.items():
-        quantized[matrix.name] = blocks = _solve(solvers[module], matrix, settings, rounding)
+        quantized[matrix.name] = blocks = compensate(matrix, hessians.get(module), rounded(matrix))
         matrix.write(blocks.values())
     for text in texts:
         text.hidden = _run(layer, number, text)
@@ -140,62 +112,76 @@ def _run(layer: nn.Module, number: int, text: LayerInputs) -> torch.Tensor:
 
 
 @contextmanager
-def _hessians(solvers: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Adds the inputs of the modules to their Hessians while the context is open."""
+def _hessians(modules: Collection[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
+    """Sums up the products of the inputs of each module, [K, K], while the context is open."""
+    sums: dict[nn.Module, torch.Tensor] = {}
+    last: list[torch.Tensor] = []  # inputs and their products: modules of the same inputs have the same
 
-    def add(module, args, output):
-        solvers[module].add_batch(args[0].detach(), output)
+    def add(module: nn.Module, args: tuple) -> None:
+        if not last or last[0] is not args[0]:
+            rows = args[0].flatten(0, -2).float()
+            last[:] = [args[0], rows.T @ rows]
+        sums[module] = sums[module] + last[1] if module in sums else last[1]
 
     with ExitStack() as hooks:
-        for module in solvers:
-            hooks.enter_context(module.register_forward_hook(add))
-        yield
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(add))
+        yield sums
 
 
-def _solve(solver: Any, matrix: Matrix, settings: Quantization, rounding: Rounding) -> Blocks:
-    if not bool(torch.isfinite(solver.H).all()) or not solver.nsamples:
+def compensate(matrix: Matrix, hessian: torch.Tensor | None, rounded: Blocks) -> Blocks:
+    """Chooses other integers for `rounded`, those of GPTQ on its scales and zero points.
+
+    Args:
+        hessian: of the inputs, [K, K]; None: there were none.
+
+    Raises:
+        CalibrationError: there were no inputs, or NaN or infinite ones.
+    """
+    if hessian is None or not bool(torch.isfinite(hessian).all()):
         raise CalibrationError(f"the text does not reach {matrix.name}, or overflows there: give other text")
-    solver.quantizer = _Grid(settings, rounding)
-    # The algorithm uses the format's blocks, so that each scale is chosen for the compensated weights.
-    weight = torch.from_numpy(matrix.read())
-    scales, _, zeros, values = solver.fasterquant(
-        weight.clone(), blocksize=settings.block_size, percdamp=DAMPING, groupsize=settings.block_size
-    )
-    integers = solver.quantizer.integers(
-        values, *(part.repeat_interleave(settings.block_size, dim=1)[:, : weight.shape[1]] for part in (scales, zeros))
-    )
-    return Blocks.from_integers(
-        integers.to(torch.uint8).numpy(), scales.numpy(), zeros.to(torch.uint8).numpy(), settings
-    )
+    damped = hessian.double().cpu()
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-9))
+    order = torch.argsort(damped.diagonal(), descending=True, stable=True)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped[order][:, order]))
+    steps = torch.linalg.cholesky(inverse, upper=True).float()
+    left, grid = torch.from_numpy(matrix.read())[:, order].T.contiguous(), _Grid(rounded)  # [K, N]
+    for first in range(0, len(left), COLUMNS):
+        last = min(first + COLUMNS, len(left))
+        errors = torch.empty(last - first, left.shape[1])
+        for column in range(first, last):
+            value = grid.round(int(order[column]), left[column])
+            errors[column - first] = (left[column] - value) / steps[column, column]
+            left[column + 1 : last] -= torch.outer(steps[column, column + 1 : last], errors[column - first])
+        left[last:] -= steps[first:last, last:].T @ errors
+    return grid.blocks()
 
 
 class _Grid:
-    """Replaces Neural Compressor's quantizer: chooses scales and zero points as `rounding` does.
+    """Rounds the columns of a matrix to the numbers that the scales and zero points of its blocks allow."""
 
-    Without zero points, Neural Compressor's scales are 7 % larger, because they omit the lowest integer.
-    """
+    def __init__(self, rounded: Blocks):
+        self.rounded, self.most = rounded, 2**rounded.bits - 1
+        self.scales = torch.from_numpy(rounded.scales).T.contiguous()  # [blocks, N]
+        self.zeros = torch.from_numpy(rounded.zero_points()).T.contiguous()
+        self.chosen = torch.empty(rounded.columns, rounded.rows, dtype=torch.uint8)
+        outliers = [] if rounded.outliers is None else rounded.outliers.tolist()
+        self.second = {column: rounded.inputs + number for number, column in enumerate(outliers)}
 
-    def __init__(self, settings: Quantization, rounding: Rounding):
-        self.settings, self.rounding = settings, rounding
-        self.maxq = 2**settings.bits - 1
-        self.scale = self.zero = torch.zeros(1)
+    def round(self, column: int, weights: torch.Tensor) -> torch.Tensor:
+        """Chooses the integers of one input's column, and of its second one, and returns their value, [N]."""
+        value = self._nearest(column, weights)
+        if column in self.second:
+            value += self._nearest(self.second[column], weights - value)
+        return value
 
-    def ready(self) -> bool:
-        """Returns True: the first block needs no scale in advance."""
-        return True
+    def _nearest(self, column: int, weights: torch.Tensor) -> torch.Tensor:
+        scale, zero = (part[column // self.rounded.block_size] for part in (self.scales, self.zeros))
+        steps = torch.where(scale == 0, 0.0, weights / scale)  # a scale is 0 where all weights of its block are
+        integers = (steps.round() + zero).clamp(0, self.most)
+        self.chosen[column] = integers.to(torch.uint8)
+        return (integers - zero) * scale
 
-    def find_params(self, block: torch.Tensor, weight: bool) -> None:
-        """Chooses `scale` and `zero` [N, 1] for weights [N, block size]."""
-        rounded = self.rounding(block.numpy(), self.settings)
-        self.scale = torch.from_numpy(rounded.scales)
-        self.zero = torch.full_like(self.scale, 2 ** (self.settings.bits - 1))
-        if rounded.zeros is not None:  # one block a row: its zero point is in the low bits
-            self.zero = torch.from_numpy((rounded.zeros & self.maxq).astype(np.float32))
-
-    def integers(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """Returns the integers nearest to `x`, as floats; a scale is 0 where all its weights are."""
-        return (torch.where(scale == 0, 0.0, x / scale).round() + zero).clamp(0, self.maxq)
-
-    def quantize(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, maxq: int) -> torch.Tensor:
-        """Rounds `x` to the values of its integers."""
-        return scale * (self.integers(x, scale, zero) - zero)
+    def blocks(self) -> Blocks:
+        rounded = self.rounded
+        return replace(rounded, packed=packed_rows(self.chosen.T.numpy(), rounded.block_size, rounded.bits))

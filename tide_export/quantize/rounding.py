@@ -9,6 +9,7 @@ from tide_export.bundle.manifest import Quantization
 from tide_export.model.quantized_weights import Blocks
 
 ROWS = 4096  # rows of a matrix that are rounded at a time
+FACTORS = np.linspace(7.1, 8.9, 10, dtype=np.float32) / 8  # of the steps to the largest weight of a block
 
 Rounding = Callable[[np.ndarray, Quantization], Blocks]
 
@@ -16,7 +17,8 @@ Rounding = Callable[[np.ndarray, Quantization], Blocks]
 def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
     """Quantizes `weight`, float32 [N, K], with scales and zero points of ONNX Runtime's kernel.
 
-    Scales without zero points are rounded to float16, which halves their bytes when the model runs.
+    Without zero points, scales of 4 bits are those of `least_squares`, and all are rounded to float16, which halves
+    their bytes when the model runs.
     """
     from onnxruntime.capi import _pybind_state as kernels
 
@@ -31,7 +33,32 @@ def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
     quantize(packed, padded, scales, zeros, settings.block_size, rows, columns, settings.symmetric)
     if not settings.symmetric:
         return Blocks(packed, scales, zeros, columns, settings.bits)
+    if settings.bits == 4:
+        scales = least_squares(padded.T.reshape(rows, blocks, settings.block_size), scales)
     return _rounded(weight, _float16(scales), settings)
+
+
+def least_squares(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Returns scales [N, n] of smaller squared errors than `scales`, by which the largest weight of a block is -8.
+
+    For integers that each of several scales gives, the best scale has a closed form (`make_qx_quants` of llama.cpp).
+
+    Args:
+        weights: float32 [N, n, block size].
+    """
+    found = scales.copy()
+    for first in range(0, len(weights), ROWS):
+        part, largest = weights[first : first + ROWS], scales[first : first + ROWS]
+        steps = np.divide(part, largest[..., None], out=np.zeros_like(part), where=largest[..., None] != 0)
+        best = np.full(largest.shape, -1.0, np.float32)
+        for factor in FACTORS:
+            integers = np.clip(np.rint(steps * factor), -8, 7)
+            products, squares = (np.einsum("nbk,nbk->nb", integers, other) for other in (part, integers))
+            scale = np.divide(products, squares, out=np.zeros_like(products), where=squares > 0)
+            better = products * scale > best
+            best = np.where(better, products * scale, best)
+            found[first : first + ROWS] = np.where(better, scale, found[first : first + ROWS])
+    return found
 
 
 def _float16(scales: np.ndarray) -> np.ndarray:
