@@ -85,7 +85,8 @@ def sources() -> tuple[list[Path], list[Path]]:
 
 def depends() -> list[Path]:
     """Returns all files that the library is made of."""
-    return [path for path in sorted((ROOT / "cpp").rglob("*")) if path.suffix in (".cpp", ".h", ".inc")]
+    files = [*(ROOT / "cpp").rglob("*"), *(ROOT / "plugins").rglob("*.h")]
+    return sorted(path for path in files if path.suffix in (".cpp", ".h", ".inc"))
 
 
 def build(target: Path, folder: Path, version: str) -> None:

@@ -64,6 +64,7 @@ class Api {
       &table_};
   Entry<93, void(Status*)> const ReleaseStatus{&table_};
   Entry<99, void(Shape*)> const ReleaseTensorTypeAndShapeInfo{&table_};
+  Entry<193, Status*(Context const*, void**)> const KernelContext_GetGPUComputeStream{&table_};
   Entry<274, Status*(Context const*, Parallel, std::size_t, std::size_t, void*)> const KernelContext_ParallelFor{
       &table_};
 };

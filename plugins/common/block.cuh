@@ -1,8 +1,6 @@
 // Blocks of threads, their phases, and counters by which blocks of a launch wait for each other's results.
 //
-// A kernel is a struct `K` with `Args`, `Plan` (what the host works out of them) and
-//     static TIDE_DEVICE void run(Block& block, const Args& args, const Plan& plan);
-// whose body calls `block.phase([&](int thread) {...})`, which runs once per thread. A barrier of the block ends a phase.
+// A kernel's code calls `block.phase([&](int thread) {...})`, which runs once per thread. A barrier of the block ends a phase.
 // A block that waits for others must have taken its number by `number_of` and wait for blocks of smaller numbers alone:
 // those have started, so that no launch stands still, however few of its blocks a GPU takes at once.
 #pragma once
@@ -12,6 +10,7 @@
 #include <cstdint>
 
 #include "common/device.cuh"
+#include "common/types.h"
 
 #define TIDE_DEVICE __device__ __forceinline__
 #define TIDE_BOTH __host__ __device__ __forceinline__
@@ -19,10 +18,7 @@
 
 namespace tide {
 
-constexpr int kThreads = 512;  // of every block
-
-// Blocks needed for `count` items, `each` to a block.
-TIDE_BOTH int64_t blocks_for(int64_t count, int64_t each) { return (count + each - 1) / each; }
+constexpr int kThreads = TIDE_BLOCK_THREADS;
 
 class Block {
  public:
@@ -71,13 +67,6 @@ TIDE_DEVICE void await(Block& block, const unsigned* counter, unsigned count) {
     while (seen(counter) < count) continue;
     __threadfence();
   });
-}
-
-template <class Kernel>
-__global__ void __launch_bounds__(kThreads, 1) entry(const __grid_constant__ typename Kernel::Args args,
-                                                    const __grid_constant__ typename Kernel::Plan plan) {
-  Block block(shared_memory());
-  Kernel::run(block, args, plan);
 }
 
 // Folds kCount values in shared memory into the first kKept, a value i with those at i + n * kKept, always in the same

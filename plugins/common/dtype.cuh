@@ -28,8 +28,6 @@ TIDE_BOTH __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-TIDE_BOTH bool known_type(int32_t type) { return type >= TIDE_FLOAT32 && type <= TIDE_BFLOAT16; }
-
 // Four elements in one access.
 template <class T>
 struct alignas(4 * sizeof(T)) Four {

@@ -2,7 +2,6 @@
 #ifndef TIDE_COMMON_TYPES_H
 #define TIDE_COMMON_TYPES_H
 
-#include <cuda_runtime_api.h>
 #include <stdint.h>
 
 #if defined(_WIN32)
@@ -10,6 +9,8 @@
 #else
 #define TIDE_API __attribute__((visibility("default")))
 #endif
+
+enum { TIDE_BLOCK_THREADS = 512 }; /* of every kernel */
 
 enum TideType { TIDE_FLOAT32 = 0, TIDE_FLOAT16 = 1, TIDE_BFLOAT16 = 2 };
 

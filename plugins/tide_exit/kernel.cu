@@ -3,65 +3,17 @@
 // router's to end adds up what they found, decides and writes.
 #include "tide_exit/kernel.cuh"
 
-#include <algorithm>
-
 #include "common/arithmetic.h"
 #include "tide_exit/unit.cuh"
 
 namespace tide {
 namespace {
 
-constexpr int64_t kLargest = 1 << 18;  // of sizes, so that a launch's blocks can be counted in int
-constexpr int64_t kGroups = 64;        // of a launch; more are more launches
-constexpr int64_t kRouterUnits = 132;  // of a group, about: multiprocessors of a large GPU
-
-// How a launch is divided. A group's division depends on the sizes of the matrices alone, and so do its sums.
-struct ExitPlan {
-  int32_t down_units, up_units, router_units, units;  // of a group: of the lens's matmuls, of the router's, all
-  int32_t down_ranges, ranges, rows;  // of the rows of the lens's first matrix; of the router's, and rows of each
-  int32_t shortlist_tiles;            // columns of the shortlist come before the bottleneck's
-  int64_t states, products, size;     // floats of a group's workspace: the lens's sums, states after it, router's sums
-  int64_t first_group;
-  float* workspace;
-  unsigned* counters;  // the blocks' numbers; by group, units done of each sort
-};
-
-int32_t units_for(int64_t count, int64_t each) { return static_cast<int32_t>(blocks_for(count, each)); }
-
-ExitPlan plan_of(const TideExitArgs& args, void* workspace, uint32_t* counters) {
-  ExitPlan plan{};
-  plan.shortlist_tiles = units_for(args.shortlist, kTile);
-  const int32_t tiles = plan.shortlist_tiles + units_for(args.bottleneck, kTile);
-  const int64_t even = blocks_for(blocks_for(args.hidden * tiles, kRouterUnits), kWarps) * kWarps;
-  plan.rows = static_cast<int32_t>(std::min<int64_t>(even, kRows));
-  plan.ranges = units_for(args.hidden, plan.rows);
-  plan.router_units = plan.ranges * tiles;
-  if (args.lens_rank > 0) {
-    plan.down_ranges = units_for(args.hidden, kRows);
-    plan.down_units = plan.down_ranges * units_for(args.lens_rank, kTile);
-    plan.up_units = units_for(args.hidden, kTile);
-  }
-  plan.units = plan.down_units + plan.up_units + plan.router_units;
-  plan.states = int64_t{plan.down_units} * kSums;
-  plan.products = plan.states + (args.lens_rank > 0 ? args.hidden * kSlots : 0);
-  plan.size = plan.products + int64_t{plan.router_units} * kSums;
-  plan.workspace = static_cast<float*>(workspace);
-  plan.counters = counters;
-  return plan;
-}
-
 template <class T>
 struct Exit {
   using Args = TideExitArgs;
-  using Plan = ExitPlan;
   enum Counter { kDown, kUp, kRouter, kOfGroup };  // those of a group, after the launch's one
   static_assert(TIDE_EXIT_COUNTERS == 1 + kGroups * kOfGroup, "all of a launch's");
-
-  // A block's shared memory, in floats.
-  static constexpr int kX = 0, kPartial = kX + kRows * kSlots, kFolded = kPartial + kWarps * kSums,
-                       kMoments = kFolded + kThreads * 3, kVerdicts = kMoments + kSlots * 2, kSaid = kVerdicts + kSlots,
-                       kShared = kSaid + 4;
-  static_assert(kShared * sizeof(float) <= 48 * 1024, "what a block may have unasked");
 
   // A block's view of its group of slots.
   struct Group {
@@ -299,30 +251,6 @@ struct Exit {
   }
 };
 
-template <class T>
-cudaError_t start(const TideExitArgs& args, ExitPlan plan, cudaStream_t stream) {
-  const int64_t groups = blocks_for(args.slots, kSlots);
-  cudaError_t status = cudaSuccess;
-  for (; plan.first_group < groups && status == cudaSuccess; plan.first_group += kGroups) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(std::min(groups - plan.first_group, kGroups) * plan.units));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = Exit<T>::kShared * sizeof(float);
-    config.stream = stream;
-    status = cudaLaunchKernelEx(&config, entry<Exit<T>>, args, plan);  // its error, not one that was there before
-  }
-  return status;
-}
-
-bool usable(const TideExitArgs& args) {
-  const TideNormArgs& norm = args.norm;
-  return args.slots >= 0 && args.slots <= INT32_MAX && args.tokens > 0 && args.hidden > 0 && args.hidden <= kLargest &&
-         args.exit_rows > 0 && args.bottleneck > 0 && args.bottleneck <= kLargest && args.shortlist >= 0 &&
-         args.shortlist != 1 && args.shortlist <= kLargest && args.lens_rank >= 0 && args.lens_rank <= kLargest &&
-         known_type(args.states_type) &&
-         (norm.kind == TIDE_NORM_NONE || norm.kind == TIDE_NORM_RMS || norm.kind == TIDE_NORM_LAYER);
-}
-
 bool complete(const TideExitArgs& args) {
   return args.states && args.last_tokens && args.thresholds && args.down && args.up && args.bias && args.exit_states &&
          args.scores && args.exits && (args.norm.kind == TIDE_NORM_NONE || args.norm.scale) &&
@@ -333,11 +261,18 @@ bool complete(const TideExitArgs& args) {
 }  // namespace
 }  // namespace tide
 
-extern "C" int64_t tide_exit_workspace(const TideExitArgs* args) {
-  using namespace tide;
-  const int64_t groups = std::min(blocks_for(args->slots, kSlots), kGroups);
-  return groups * plan_of(*args, nullptr, nullptr).size * int64_t{sizeof(float)};
-}
+// The kernels by type of the states; their names are in plan.h too. The runtime's library holds them as PTX.
+#define TIDE_EXIT_KERNEL(name, T)                                                         \
+  extern "C" __global__ void __launch_bounds__(tide::kThreads, 1)                         \
+      name(const __grid_constant__ TideExitArgs args, const __grid_constant__ tide::exits::Plan plan) { \
+    tide::Block block(tide::shared_memory());                                             \
+    tide::Exit<T>::run(block, args, plan);                                                \
+  }
+TIDE_EXIT_KERNEL(tide_exit_float32, float)
+TIDE_EXIT_KERNEL(tide_exit_float16, __half)
+TIDE_EXIT_KERNEL(tide_exit_bfloat16, __nv_bfloat16)
+
+extern "C" int64_t tide_exit_workspace(const TideExitArgs* args) { return tide::workspace_bytes(*args); }
 
 extern "C" cudaError_t tide_exit(const TideExitArgs* args, void* workspace, int64_t workspace_bytes, uint32_t* counters,
                                  cudaStream_t stream) {
@@ -346,8 +281,13 @@ extern "C" cudaError_t tide_exit(const TideExitArgs* args, void* workspace, int6
   if (args->slots == 0) return cudaSuccess;
   if (!complete(*args) || workspace == nullptr || workspace_bytes < tide_exit_workspace(args) || counters == nullptr)
     return cudaErrorInvalidValue;
-  const ExitPlan plan = plan_of(*args, workspace, counters);
-  if (args->states_type == TIDE_FLOAT32) return start<float>(*args, plan, stream);
-  if (args->states_type == TIDE_FLOAT16) return start<__half>(*args, plan, stream);
-  return start<__nv_bfloat16>(*args, plan, stream);
+  void (*const kernels[])(TideExitArgs, Plan) = {tide_exit_float32, tide_exit_float16, tide_exit_bfloat16};
+  return static_cast<cudaError_t>(launch_all(*args, workspace, counters, [&](unsigned blocks, const Plan& plan) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kShared * sizeof(float);
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernels[args->states_type], *args, plan);  // its error, not one that was there before
+  }));
 }

@@ -6,14 +6,12 @@
 #pragma once
 
 #include "common/dtype.cuh"
+#include "tide_exit/plan.h"
 
 namespace tide {
 
-constexpr int kSlots = 4;             // of a group
-constexpr int kWarps = kThreads / 32, kTile = 128;  // columns of a unit
-constexpr int kDeep = 8;              // rows that a thread reads at a time
-constexpr int kRows = kDeep * kWarps;  // that a block does
-constexpr int kSums = kSlots * kTile;  // of a unit
+using namespace exits;
+
 static_assert(kThreads == kSums && kTile == 32 * 4, "a thread adds up one sum of a unit, a lane takes four columns");
 
 // A thread's part of a unit's sums: by slot, of columns `column` to `column` + 3.

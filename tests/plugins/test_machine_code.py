@@ -19,9 +19,9 @@ from native_builds import QUICK_ARCHITECTURES, ROOT, Builds, need
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120, 121)
 MAX_REGISTERS = 128  # of each of the 512 threads of a block: 65,536 registers a multiprocessor
 PAGE = ROOT / "docs" / "reference" / "kernel-resources.md"
-TYPES = {"f": "float32", "6__half": "float16", "13__nv_bfloat16": "bfloat16"}
+TYPES = ("bfloat16", "float16", "float32")
 REPORT = re.compile(
-    r"Compiling entry function '\w+?ExitI(?P<type>f|6__half|13__nv_bfloat16)E\w+' for 'sm_(?P<architecture>\d+)'"
+    r"Compiling entry function 'tide_exit_(?P<type>\w+)' for 'sm_(?P<architecture>\d+)'"
     r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
     r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
@@ -65,19 +65,19 @@ def kernels_in(said: Path) -> list[Kernel]:
 def kernel(found: re.Match) -> Kernel:
     numbers = [int(found[name]) for name in ("registers", "stack", "stores", "loads")]
     shared = re.search(r"(\d+) bytes smem", found["rest"])
-    return Kernel(int(found["architecture"]), TYPES[found["type"]], *numbers, int(shared[1]) if shared else 0)
+    return Kernel(int(found["architecture"]), found["type"], *numbers, int(shared[1]) if shared else 0)
 
 
 def resources_row(architecture: int, kernels: list[Kernel]) -> tuple[object, ...]:
     """Registers by type of states."""
     registers = {one.type: one.registers for one in kernels if one.architecture == architecture}
-    return (f"sm_{architecture}", *(registers[kind] for kind in sorted(TYPES.values())))
+    return (f"sm_{architecture}", *(registers[kind] for kind in TYPES))
 
 
 def resources_table(version: str, kernels: list[Kernel]) -> str:
     """Returns the page's table: registers by GPU and type of states."""
     rows = [resources_row(sm, kernels) for sm in ARCHITECTURES]
-    return f"nvcc {version}:\n\n" + table(("GPU", *sorted(TYPES.values())), rows)
+    return f"nvcc {version}:\n\n" + table(("GPU", *TYPES), rows)
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
@@ -108,7 +108,7 @@ def others(builds: Builds) -> list[Kernel]:
 def test_no_kernel_spills_and_the_page_lists_its_registers(architecture: int, request: pytest.FixtureRequest) -> None:
     kernels = request.getfixturevalue("quick" if architecture in QUICK_ARCHITECTURES else "others")
     of_it = [one for one in kernels if one.architecture == architecture]
-    assert sorted(one.type for one in of_it) == sorted(TYPES.values())
+    assert sorted(one.type for one in of_it) == list(TYPES)
     for one in of_it:
         assert (one.stack, one.stores, one.loads) == (0, 0, 0), one
         assert one.registers <= MAX_REGISTERS, one
@@ -124,8 +124,8 @@ def test_no_kernel_spills_and_the_page_lists_its_registers(architecture: int, re
 
 def test_a_kernel_with_a_stack_and_shared_memory_is_read() -> None:
     """As ptxas of nvcc 13.0 writes it."""
-    said = """ptxas info    : Compiling entry function '_ZN4tide5entryINS_4ExitIfEEEEvNS_6LayoutENT_4ArgsE' for 'sm_120'
-ptxas info    : Function properties for _ZN4tide5entryINS_4ExitIfEEEEvNS_6LayoutENT_4ArgsE
+    said = """ptxas info    : Compiling entry function 'tide_exit_float32' for 'sm_120'
+ptxas info    : Function properties for tide_exit_float32
     520 bytes stack frame, 580 bytes spill stores, 900 bytes spill loads
 ptxas info    : Used 128 registers, used 1 barriers, 520 bytes cumulative stack size, 1024 bytes smem
 """

@@ -1,6 +1,7 @@
 """The kernel that decides a step's depth: the library's PTX is that of its source, every GPU's assembler takes it, and
 what the library declares of the CUDA runtime is what CUDA's header says."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,14 @@ def nvcc() -> str:
 
 def test_the_ptx_is_that_of_the_source(nvcc: str) -> None:
     assert step_kernel.HEADER.read_text() == step_kernel.header(nvcc), "run python tools/step_kernel.py"
+
+
+def test_the_kernel_of_checkpoints_is_what_its_source_compiles_to(nvcc: str) -> None:
+    """The same source as the plugin's, under the names that the launcher asks for."""
+    assert step_kernel.EXIT_HEADER.read_text() == step_kernel.exit_header(nvcc), "run python tools/step_kernel.py"
+    names = re.findall(r'"(tide_exit_\w+)"', (step_kernel.PLUGINS / "tide_exit" / "plan.h").read_text())
+    assert re.findall(r"^\.visible \.entry (\w+)\(", step_kernel.ptx(nvcc, step_kernel.EXIT_SOURCE), re.M) == names
+    assert len(names) == 3
 
 
 def test_every_gpu_takes_it(nvcc: str, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::stri
   auto const opened = [&](std::string const& folder, bool shares) {
     Ort::SessionOptions options = session_options(threads);
     options.set("session.model_external_initializers_file_folder_path", folder.c_str());
-    register_operators(options);
+    (gpu ? register_cuda_operators : register_operators)(options);
     if (gpu) options.run_on_cuda(*gpu);
     for (std::size_t i = 0; shares && i < names.size(); ++i) options.add_initializer(names[i].c_str(), shared.weights[i]);
     if (!shares && !names.empty()) options.add_external_initializers(names, shared.weights);

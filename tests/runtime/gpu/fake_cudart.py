@@ -20,6 +20,10 @@ MEMORY = 1 << 30
 OLD = 12040  # a version of CUDA whose graphs choose nothing: the host decides how deep a step goes
 ALIGNMENT = 256  # of the tensors' addresses, which TensorRT requires
 
+FIBRES = ROOT / "tests" / "plugins" / "fibres"
+EMULATED = ("-DTIDE_EMULATED", f"-I{FIBRES / 'include'}", f"-I{FIBRES}", f"-I{ROOT / 'plugins'}")
+EMULATED += (str(FIBRES / "fibres.cpp"), str(FIBRES / "launches.cpp"))
+
 Work = ctypes.CFUNCTYPE(c_int, c_void_p)
 
 
@@ -33,11 +37,17 @@ def compiled(source: Path, library: Path, *options: str) -> Path:
         pytest.skip("there is no C++ compiler")
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        changed = max(file.stat().st_mtime for file in (source, *source.parent.glob("*.h")))
+        needed = [source, *source.parent.glob("*.h"), *(ROOT / "plugins").rglob("*.[ch]*")]
+        changed = max(file.stat().st_mtime for file in needed)
         if not library.is_file() or library.stat().st_mtime < changed:
             flags = ("-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'cpp' / 'src'}")
             subprocess.run([*command, *flags, str(source), *options, "-o", str(library)], check=True)
     return library
+
+
+def compiled_exit(folder: Path) -> Path:
+    """Compiles the kernel of checkpoints for the host."""
+    return compiled(SOURCE.with_name("fake_exit.cpp"), folder / "fake_exit.so", *EMULATED)
 
 
 class Variable:

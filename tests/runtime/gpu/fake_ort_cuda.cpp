@@ -1,5 +1,6 @@
 // ONNX Runtime, of the library that FAKE_ORT_REAL names, with a provider for CUDA that computes on the host: there the
-// stand-in for the CUDA runtime has a GPU's memory. It computes at once, as on a stream of its own.
+// stand-in for the CUDA runtime has a GPU's memory. It computes at once, as on a stream of its own; what the operators of
+// this project queue on that stream is done at the end of a run.
 #include "onnxruntime/functions.h"
 
 #include <dlfcn.h>
@@ -7,6 +8,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+
+#include "segmented/cudart.h"
 
 using namespace Ort;
 
@@ -57,15 +60,50 @@ RawStatus* append(RawOptions*, RawCuda const*) {
 void release(RawCuda*) {}
 
 template <typename F>
+F* of_cuda(char const* name) {
+  return reinterpret_cast<F*>(dlsym(dlopen(std::getenv("TIDE_CUDART"), RTLD_NOW), name));
+}
+tide::cuda::Stream stream_of_runs() {
+  static tide::cuda::Stream const made = [] {
+    tide::cuda::Stream stream = nullptr;
+    if (of_cuda<int(tide::cuda::Stream*, unsigned)>("cudaStreamCreateWithFlags")(&stream, 1) != 0) std::abort();
+    return stream;
+  }();
+  return made;
+}
+
+// An operator for CUDA gets the nodes of the CPU, which is what there is.
+RawStatus* add_operator(abi::Domain* domain, void const* given) {
+  auto* const op = static_cast<abi::Operator*>(const_cast<void*>(given));
+  char const* const provider = op->GetExecutionProviderType(op);
+  if (provider != nullptr && std::strcmp(provider, "CUDAExecutionProvider") != 0) std::abort();
+  op->GetExecutionProviderType = [](abi::Operator const*) -> char const* { return nullptr; };
+  return reinterpret_cast<RawStatus* (*)(abi::Domain*, void const*)>(real->GetApi(abi::kVersion)[27])(domain, op);
+}
+RawStatus* stream_of(abi::Context const*, void** stream) {
+  *stream = stream_of_runs();
+  return nullptr;
+}
+RawStatus* run(RawSession* session, RawRunOptions const* given, RawBinding const* binding) {
+  Functions const functions(real->GetApi(abi::kVersion));
+  if (RawStatus* const status = functions.RunWithBinding(session, given, binding)) return status;
+  if (of_cuda<int(tide::cuda::Stream)>("cudaStreamSynchronize")(stream_of_runs()) == 0) return nullptr;
+  return reinterpret_cast<RawStatus* (*)(int, char const*)>(table[0])(1, "queued work failed");
+}
+
+template <typename F>
 void replace(int position, F* function) {
   table[position] = reinterpret_cast<abi::Function>(function);
 }
 
 abi::Function const* api(std::uint32_t version) {
   std::copy_n(real->GetApi(version), kFunctions, table);
+  replace(27, add_operator);
   replace(68, memory_info);
   replace(125, available);
   replace(126, release_available);
+  replace(133, run);
+  replace(193, stream_of);
   replace(204, append);
   replace(205, options);
   replace(206, update);

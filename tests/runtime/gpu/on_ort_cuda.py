@@ -1,5 +1,5 @@
 """Run by test_gpu_onnxruntime in a process of its own, as a process opens one ONNX Runtime: generates on the CPU and on
-GPU 1 of the stand-in. Arguments: the bundle, the stand-in for the CUDA runtime, JSON lists of prompts and options."""
+GPU 1 of the stand-in. 16-bit networks are compared with themselves on the CPU, where TideExit is its function. Arguments: the bundle, the stand-in for the CUDA runtime, JSON lists of prompts and options."""
 
 import ctypes
 import json
@@ -10,7 +10,8 @@ from typing import Any
 
 from fake_cudart import FakeCudart
 
-from tide_export.runtime.engine import Engine, load
+from tide_export.bundle.opened import open_bundle
+from tide_export.runtime.engine import Engine, load, open_engine
 
 
 def generated(engine: Engine, ids: list[Any], options: dict[str, Any]) -> list[Any]:
@@ -28,14 +29,18 @@ if __name__ == "__main__":
         gpu.capability = int(os.environ["FAKE_CAPABILITY"])
     if "FAKE_DRIVER" in os.environ:
         gpu.driver = int(os.environ["FAKE_DRIVER"])
-    cpu, cuda = load(bundle, provider="cpu", threads=1), load(bundle, provider="cuda", device=1)
-    assert (cpu.provider, cuda.provider) == ("cpu", "cuda")
+    networks = open_bundle(bundle).manifest.networks
+    assert networks is not None
+    reference = "cpu" if networks.weights == "fp32" else "cpu-networks"
+    cpu, cuda = open_engine(open_bundle(bundle), reference, threads=1), load(bundle, provider="cuda", device=1)
+    assert cuda.provider == "cuda"
     for options in settings:
         expected = [generated(cpu, prompt, options) for prompt in prompts]
         assert [generated(cuda, prompt, options) for prompt in prompts] == expected, options
         if options.get("mode") == "exit":
             assert generated(cuda, prompts, options) == [one for (one,) in expected], options
     assert gpu.calls("cudaMemcpyAsync") > 100
+    assert gpu.calls("cudaLaunchKernel") > 20, "a checkpoint is a launch of the library's kernel"
     assert gpu.calls("cudaStreamBeginCapture") == 0, "runs on another stream are not recorded"
     assert ctypes.c_int.in_dll(ctypes.CDLL(os.environ["TIDE_ONNXRUNTIME"]), "fake_ort_on_gpu").value
     print("the same")

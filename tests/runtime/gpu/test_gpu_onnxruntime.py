@@ -11,20 +11,22 @@ from typing import Any
 
 import on_ort_cuda
 import pytest
-from fake_cudart import compiled
+from fake_cudart import compiled, compiled_exit
 from generations import PROMPTS
 from tiny_engines import TinyLlama, pieces_of, segments_of
 
 from tide_export.runtime.native import onnxruntime_library
 
 
-@pytest.fixture(scope="module")
-def bundle(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory, traces) -> Path:
-    """The tiny bundle with networks for CUDA, in float32, so that equal tokens show equal arithmetic."""
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def bundle(
+    request: pytest.FixtureRequest, tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory, traces
+) -> Path:
+    """The tiny bundle with networks for CUDA; in float32 equal tokens show equal arithmetic."""
     folder = tmp_path_factory.mktemp("cuda") / "bundle"
     shutil.copytree(tiny_llama.exact, folder)
     pieces = pieces_of(tiny_llama.source, tiny_llama.routers.checkpoints, traces)
-    return segments_of(tiny_llama.source, tiny_llama.routers, folder, pieces, target="cuda").path
+    return segments_of(tiny_llama.source, tiny_llama.routers, folder, pieces, request.param, "cuda").path
 
 
 @pytest.fixture
@@ -35,6 +37,7 @@ def on_gpu(bundle: Path, cudart_library: Path, shared: Path) -> Callable[..., su
     def run(settings: list[dict[str, Any]], **changes: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, on_ort_cuda.__file__, str(bundle), str(cudart_library)]
         variables = {"TIDE_ONNXRUNTIME": library, "FAKE_ORT_REAL": onnxruntime_library(), "FAKE_ORT_DEVICE": "1"}
+        variables |= {"TIDE_CUDART": cudart_library, "FAKE_CUDA_EXIT": compiled_exit(shared)}
         return subprocess.run(
             [*command, json.dumps(PROMPTS), json.dumps(settings)],
             env=os.environ | {name: str(value) for name, value in variables.items()} | changes,

@@ -1,8 +1,8 @@
 """Lowers the segment networks for ONNX Runtime's CUDA provider.
 
-They are the operators of ONNX Runtime that have a CUDA kernel, and none of this project's: attention that rotates and
-caches in place, norms fused with the addition before them, packed projections, matmuls of few bits. `TideExit` is
-inlined. The passes are those of the CPU's graph where these make operators of ONNX Runtime. Gate and up projections
+They are the operators of ONNX Runtime that have a CUDA kernel: attention that rotates and caches in place, norms fused
+with the addition before them, packed projections, matmuls of few bits. The only one of this project is `TideExit`, a
+checkpoint in one launch (cpp/src/onnxruntime/exit_operator.cpp). The passes are those of the CPU's graph where these make operators of ONNX Runtime. Gate and up projections
 stay two matmuls: no operator of the provider takes both, and a Split would cost the launch that packing saves.
 """
 
@@ -42,6 +42,7 @@ from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass, check_w
 from tide_export.lower.tensorrt.shared_embedding import share_embedding
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names.networks import HEAD
+from tide_export.names.operators import OP_EXIT
 
 
 def networks_for_cuda(
@@ -138,7 +139,7 @@ def _lower(
         common_passes.RemoveUnusedNodesPass(),
         SkipNormsPass(),
         *precision,
-        common_passes.InlinePass(),
+        common_passes.InlinePass(lambda function: function.name != OP_EXIT),
     )
     remove_unused(model)
 
