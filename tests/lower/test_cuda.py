@@ -65,7 +65,8 @@ def test_layers_have_the_fused_operators(weights: str, traces) -> None:
     own = [key for model in networks.models.values() for key in operators(model.graph) if key.startswith("tide::")]
     assert own == ["tide::TideExit"]  # of the segment with a router
     assert found["tide::TideExit"] == 1
-    assert [function.name for model in networks.models.values() for function in model.functions.values()] == ["TideExit"]
+    functions = [function for model in networks.models.values() for function in model.functions.values()]
+    assert [function.name for function in functions] == ["TideExit"]
     head = operators(networks.models[HEAD].graph)  # reads the embedding as it lies
     assert head["Gemm"] == 1
     assert not {"Transpose", "MatMul"} & set(head)

@@ -137,15 +137,16 @@ void SessionOptions::add_external_initializers(std::vector<std::string> const& n
   require(functions().AddExternalInitializers(raw_, texts.data(), raw.data(), raw.size()));
 }
 
-void SessionOptions::run_on_cuda(int gpu) {
+void SessionOptions::run_on_cuda(int gpu, void* stream, bool records) {
   RawCuda* options = nullptr;
   require(functions().CreateCUDAProviderOptions(&options));
   std::unique_ptr<RawCuda, void (*)(RawCuda*)> const owner(
       options, [](RawCuda* owned) { functions().ReleaseCUDAProviderOptions(owned); });
-  std::string const number = std::to_string(gpu);
-  char const* const keys[] = {"device_id", "use_tf32"};
-  char const* const values[] = {number.c_str(), "0"};  // TF32 rounds float32 factors to 10 bits, and it is the default
-  require(functions().UpdateCUDAProviderOptions(options, keys, values, 2));
+  std::string const number = std::to_string(gpu), address = std::to_string(reinterpret_cast<std::uintptr_t>(stream));
+  char const* const keys[] = {"device_id", "use_tf32", "user_compute_stream", "enable_cuda_graph"};
+  // TF32 rounds float32 factors to 10 bits, and it is the default.
+  char const* const values[] = {number.c_str(), "0", address.c_str(), records ? "1" : "0"};
+  require(functions().UpdateCUDAProviderOptions(options, keys, values, 4));
   try {
     require(functions().SessionOptionsAppendExecutionProvider_CUDA_V2(raw_, options));
   } catch (Exception const& error) {  // a library that it links to is missing

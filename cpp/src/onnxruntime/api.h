@@ -99,6 +99,8 @@ class Value : public TIDE_ORT_OWNED(RawValue, ReleaseValue) {
 class RunOptions : public TIDE_ORT_OWNED(RawRunOptions, ReleaseRunOptions) {
  public:
   RunOptions() { require(functions().CreateRunOptions(&raw_)); }
+
+  void set(char const* key, char const* value) { require(functions().AddRunConfigEntry(raw_, key, value)); }
 };
 
 class SessionOptions : public TIDE_ORT_OWNED(RawOptions, ReleaseSessionOptions) {
@@ -112,7 +114,8 @@ class SessionOptions : public TIDE_ORT_OWNED(RawOptions, ReleaseSessionOptions) 
     require(functions().AddInitializer(raw_, name, value.get()));
   }
   void add_external_initializers(std::vector<std::string> const& names, std::vector<Value> const& values);
-  void run_on_cuda(int gpu);
+  // stream: of CUDA, on which it runs. records: whether runs may be recorded as CUDA graphs.
+  void run_on_cuda(int gpu, void* stream, bool records);
 };
 
 class Session;

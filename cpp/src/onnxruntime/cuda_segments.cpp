@@ -31,11 +31,11 @@ std::shared_ptr<Backend> open_cuda(Bundle bundle, int gpu) {
   OrtNetworks::check(bundle, gpu);
   select_gpu(gpu);
   check_capability(bundle, gpu);
-  auto const networks = std::make_shared<OrtNetworks>(bundle, std::nullopt, gpu);
-  return std::make_shared<SegmentBackend>(std::move(bundle), "cuda", networks->specs(), [networks, gpu](NetworksOf part) {
-    auto device = std::make_unique<CudaDevice>(gpu, false);  // ONNX Runtime runs on another stream
-    auto bound = networks->bind(part, device.get());
-    return DeviceNetworks{std::move(device), std::move(bound)};
+  std::shared_ptr<cuda::SharedStream> const stream = cuda::make_stream(gpu);
+  auto const networks = std::make_shared<OrtNetworks>(bundle, std::nullopt, gpu, stream);
+  return std::make_shared<SegmentBackend>(std::move(bundle), "cuda", networks->specs(), [=](NetworksOf part) {
+    using Log = std::function<void(std::string const&)>;
+    return DeviceNetworks{std::make_unique<CudaDevice>(gpu, false, Log(), stream), networks->bind(part)};
   });
 }
 

@@ -77,6 +77,7 @@ using RawShape = abi::Shape;
   X(BindInput, 136, RawStatus*(RawBinding*, char const*, RawValue const*))                                         \
   X(BindOutput, 137, RawStatus*(RawBinding*, char const*, RawValue const*))                                        \
   X(AddInitializer, 150, RawStatus*(RawOptions*, char const*, RawValue const*))                                    \
+  X(AddRunConfigEntry, 165, RawStatus*(RawRunOptions*, char const*, char const*))                                  \
   X(SessionOptionsAppendExecutionProvider_CUDA_V2, 204, RawStatus*(RawOptions*, RawCuda const*))                   \
   X(CreateCUDAProviderOptions, 205, RawStatus*(RawCuda**))                                                         \
   X(UpdateCUDAProviderOptions, 206, RawStatus*(RawCuda*, char const* const*, char const* const*, std::size_t))     \

@@ -1,10 +1,18 @@
 #include "onnxruntime/segments.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <thread>
+#include <tuple>
 
 #include "names.h"
 #include "onnxruntime/session.h"
 #include "segmented/backend.h"
+#include "segmented/cuda.h"
 #include "formatting.h"
 #include "tide/errors.h"
 
@@ -13,43 +21,135 @@ namespace {
 
 constexpr char const* kCudaProvider = "CUDAExecutionProvider";
 
+constexpr std::int64_t kMaxRecorded = 64;  // tokens of a slot: a run over more takes longer than its launches
+constexpr double kSeconds = 20;            // that recordings may take
+constexpr std::size_t kMebibyte = std::size_t{1} << 20, kMebibytes = 512;  // and memory, unless the environment says other
+
+std::size_t budget() {
+  char const* const given = std::getenv("TIDE_CUDA_GRAPHS");
+  return given == nullptr || *given == '\0' ? kMebibytes : std::strtoull(given, nullptr, 10);
+}
+
+std::size_t free_bytes() {
+  std::size_t free = 0, all = 0;
+  cuda::require(cuda::functions().MemGetInfo(&free, &all), "cudaMemGetInfo");
+  return free;
+}
+
+// Lets ONNX Runtime record runs as CUDA graphs until that has taken what it may. It keeps recordings as long as sessions.
+class Recordings {
+ public:
+  bool open() const { return open_; }
+
+  // Does work(number), which records.
+  template <typename Work>
+  void make(Work const& work) {
+    auto const begin = std::chrono::steady_clock::now();
+    std::size_t const before = free_bytes();
+    work(++count_);
+    std::size_t const after = free_bytes();
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    bytes_ += before - std::min(before, after);
+    if (seconds_ < kSeconds && bytes_ < most_ * kMebibyte) return;
+    std::ostringstream taken;
+    taken.precision(3);
+    taken << count_ << " took " << seconds_ << " s and " << bytes_ / kMebibyte << " MiB, of " << kSeconds << " s and " << most_
+          << " MiB (environment variable TIDE_CUDA_GRAPHS)";
+    stop(taken.str());
+  }
+
+  void stop(std::string const& reason) {
+    open_ = false;
+    std::cerr << "tide_runtime: no more runs are recorded as CUDA graphs, which makes decoding slower: " + reason + "\n";
+  }
+
+ private:
+  std::size_t const most_ = budget();
+  bool open_ = most_ > 0;
+  int count_ = 0;
+  double seconds_ = 0;
+  std::size_t bytes_ = 0;
+};
+
 class OrtNetwork final : public Network {
  public:
-  OrtNetwork(Ort::Session& session, NetworkSpec const& spec, Device* queue, std::optional<int> gpu)
-      : session_(session),
-        spec_(spec),
-        queue_(queue),
-        binding_(session),
-        memory_(gpu ? "Cuda" : "Cpu", gpu.value_or(0)) {}
+  // recordings: on a GPU alone.
+  OrtNetwork(Ort::Session& session, NetworkSpec const& spec, std::optional<int> gpu, Recordings* recordings)
+      : session_(session), spec_(spec), recordings_(recordings), memory_(gpu ? "Cuda" : "Cpu", gpu.value_or(0)) {}
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
     try {
-      for (std::size_t i = 0; i < addresses.size(); ++i) {
-        Tensor const& tensor = spec_.tensors[i];
-        std::vector<std::int64_t> const dims = tensor.dims(tokens, batch_size);
-        Ort::Value const value = Ort::Value::on(memory_, addresses[i], tensor.size(tokens, batch_size), dims.data(),
-                                                dims.size(), element_type(tensor.dtype));
-        if (tensor.is_input) binding_.BindInput(tensor.name.c_str(), value);
-        if (!tensor.is_input) binding_.BindOutput(tensor.name.c_str(), value);
+      if (recordings_ == nullptr || tokens > kMaxRecorded) {
+        Ort::IoBinding binding(session_);
+        bind(binding, addresses, tokens, batch_size);
+        return execute(binding, kNone);
       }
-      if (queue_ != nullptr) queue_->synchronize();
-      session_.Run(Ort::RunOptions(), binding_);
+      auto const [entry, is_new] = runs_.try_emplace({std::this_thread::get_id(), tokens, batch_size, addresses}, session_);
+      Bound& bound = entry->second;
+      if (is_new) bind(bound.binding, addresses, tokens, batch_size);
+      if (!is_new && bound.graph == kNone && recordings_->open()) return record(bound);
+      execute(bound.binding, bound.graph);
     } catch (Ort::Exception const& error) {
       throw GenerationError("ONNX Runtime failed in " + spec_.name + ": " + first_line(error));
     }
   }
 
  private:
+  static constexpr int kNone = -1;  // as ONNX Runtime has it
+
+  // A run whose addresses are bound, and the number of its recording.
+  struct Bound {
+    explicit Bound(Ort::Session& session) : binding(session) {}
+    Ort::IoBinding binding;
+    int graph = kNone;
+  };
+  // ONNX Runtime keeps recordings by thread.
+  using Key = std::tuple<std::thread::id, std::int64_t, std::int64_t, std::vector<std::byte*>>;
+
+  void bind(Ort::IoBinding& binding, std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) {
+    for (std::size_t i = 0; i < addresses.size(); ++i) {
+      Tensor const& tensor = spec_.tensors[i];
+      std::vector<std::int64_t> const dims = tensor.dims(tokens, batch_size);
+      Ort::Value const value = Ort::Value::on(memory_, addresses[i], tensor.size(tokens, batch_size), dims.data(),
+                                              dims.size(), element_type(tensor.dtype));
+      if (tensor.is_input) binding.BindInput(tensor.name.c_str(), value);
+      if (!tensor.is_input) binding.BindOutput(tensor.name.c_str(), value);
+    }
+  }
+
+  // Runs, or replays the recording of this number, which it makes if there is none: then it runs more than once, to the
+  // same result.
+  void execute(Ort::IoBinding const& binding, int graph) {
+    Ort::RunOptions options;
+    if (recordings_ != nullptr) {
+      options.set("disable_synchronize_execution_providers", "1");  // who reads results waits for the stream
+      options.set("gpu_graph_id", std::to_string(graph).c_str());
+    }
+    session_.Run(options, binding);
+  }
+
+  void record(Bound& bound) {
+    try {
+      recordings_->make([&](int number) { execute(bound.binding, bound.graph = number); });
+    } catch (Ort::Exception const& error) {
+      bound.graph = kNone;
+      recordings_->stop("ONNX Runtime failed in " + spec_.name + ": " + first_line(error));
+      execute(bound.binding, kNone);
+    }
+  }
+
   Ort::Session& session_;
   NetworkSpec const& spec_;
-  Device* const queue_;
-  Ort::IoBinding binding_;
+  Recordings* const recordings_;
   Ort::MemoryInfo const memory_;
+  std::map<Key, Bound> runs_;
 };
 
 }  // namespace
 
 struct OrtNetworks::Loaded {
+  std::shared_ptr<cuda::SharedStream> stream;  // which sessions use
+  Recordings recordings;
   Ort::Env env{"tide"};
   std::vector<NetworkSession> sessions;
 };
@@ -70,23 +170,45 @@ void OrtNetworks::check(Bundle const& bundle, std::optional<int> gpu) {
   }
 }
 
-OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu)
+OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu,
+                         std::shared_ptr<cuda::SharedStream> stream)
     : gpu_(gpu) {
   check(bundle, gpu);
   specs_ = network_specs(bundle.manifest, true);
   loaded_ = std::make_shared<Loaded>();
+  loaded_->stream = std::move(stream);
   for (NetworkSpec const& spec : specs_) {
     std::string const file = network_file(spec.name);
-    loaded_->sessions.push_back(load_network(loaded_->env, bundle, file, threads, kSegmentsWeightsFile, gpu));
+    loaded_->sessions.push_back(load(bundle, file, threads));
     spec.check(tensors_of(loaded_->sessions.back()), bundle.file(file).path().string());
   }
 }
 
-std::vector<std::unique_ptr<Network>> OrtNetworks::bind(NetworksOf part, Device* queue) {
+// A session of a network. On a GPU one whose runs can be recorded, if ONNX Runtime takes all of its nodes there.
+NetworkSession OrtNetworks::load(Bundle const& bundle, std::string const& file, std::optional<std::int64_t> threads) {
+  auto const open = [&](std::optional<OnCuda> gpu) {
+    return load_network(loaded_->env, bundle, file, threads, kSegmentsWeightsFile, gpu);
+  };
+  if (!gpu_) return open(std::nullopt);
+  OnCuda gpu{*gpu_, loaded_->stream->stream, loaded_->recordings.open()};
+  std::string reason;
+  try {
+    if (gpu.records) return open(gpu);
+  } catch (BundleError const& error) {
+    reason = error.what();
+  }
+  gpu.records = false;
+  NetworkSession session = open(gpu);
+  if (!reason.empty()) loaded_->recordings.stop(reason);
+  return session;
+}
+
+std::vector<std::unique_ptr<Network>> OrtNetworks::bind(NetworksOf part) {
   std::vector<std::unique_ptr<Network>> networks;
   for (std::size_t i = 0; i < specs_.size(); ++i) {
     if (!is_of(specs_[i], part)) continue;
-    networks.push_back(std::make_unique<OrtNetwork>(loaded_->sessions[i], specs_[i], queue, gpu_));
+    networks.push_back(
+        std::make_unique<OrtNetwork>(loaded_->sessions[i], specs_[i], gpu_, gpu_ ? &loaded_->recordings : nullptr));
   }
   return networks;
 }

@@ -6,11 +6,16 @@
 #include <optional>
 #include <vector>
 
+#include "onnxruntime/session.h"
 #include "sequence.h"
 #include "segmented/device.h"
 #include "segmented/network_spec.h"
 
 namespace tide {
+
+namespace cuda {
+struct SharedStream;
+}
 
 class OrtNetworks {
  public:
@@ -18,19 +23,22 @@ class OrtNetworks {
   // or has no provider for CUDA.
   static void check(Bundle const& bundle, std::optional<int> gpu);
 
-  // Loads the networks. gpu: the number of the GPU that they run on; none: the CPU. Throws ProviderError: as `check`, or a
-  // library of CUDA is missing. BundleError: a network does not load or does not match the manifest.
-  OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu = std::nullopt);
+  // Loads the networks. gpu: the number of the GPU that they run on; none: the CPU. stream: on which they do. Throws
+  // ProviderError: as `check`, or a library of CUDA is missing. BundleError: a network does not load or does not match the
+  // manifest.
+  OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu = std::nullopt,
+              std::shared_ptr<cuda::SharedStream> stream = nullptr);
 
   std::vector<NetworkSpec> const& specs() const { return specs_; }
 
-  // The networks of sequences or of the drafter, with their own bindings, for one set of buffers; `run` returns when it
-  // is done. They must not outlive this object. queue: of the buffers, whose work a run waits for, because ONNX Runtime
-  // has another stream; null: the host, where nothing is queued.
-  std::vector<std::unique_ptr<Network>> bind(NetworksOf part, Device* queue = nullptr);
+  // The networks of sequences or of the drafter, with their own bindings, for one set of buffers; on a GPU `run` queues on
+  // the stream, in this thread's turn. They must not outlive this object.
+  std::vector<std::unique_ptr<Network>> bind(NetworksOf part);
 
  private:
   struct Loaded;
+
+  NetworkSession load(Bundle const& bundle, std::string const& file, std::optional<std::int64_t> threads);
 
   std::optional<int> const gpu_;
   std::vector<NetworkSpec> specs_;

@@ -85,7 +85,7 @@ ReturnsFreeMemory::~ReturnsFreeMemory() {
 }
 
 NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
-                            std::optional<std::int64_t> threads, char const* weights, std::optional<int> gpu,
+                            std::optional<std::int64_t> threads, char const* weights, std::optional<OnCuda> gpu,
                             std::string const* replacement) {
   BundleFile const& file = bundle.file(name);
   std::string const graph = replacement == nullptr ? file.read() : *replacement;
@@ -98,7 +98,7 @@ NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::stri
     Ort::SessionOptions options = session_options(threads);
     options.set("session.model_external_initializers_file_folder_path", folder.c_str());
     (gpu ? register_cuda_operators : register_operators)(options);
-    if (gpu) options.run_on_cuda(*gpu);
+    if (gpu) options.run_on_cuda(gpu->gpu, gpu->stream, gpu->records);
     for (std::size_t i = 0; shares && i < names.size(); ++i) options.add_initializer(names[i].c_str(), shared.weights[i]);
     if (!shares && !names.empty()) options.add_external_initializers(names, shared.weights);
     return Ort::Session(env, graph.data(), graph.size(), options);

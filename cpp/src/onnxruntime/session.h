@@ -31,6 +31,14 @@ struct SharedWeights {
   std::vector<Ort::Value> weights;
 };
 
+// How a session runs on a GPU, through ONNX Runtime's provider for CUDA: the GPU's number, the stream, and whether runs
+// may be recorded as CUDA graphs.
+struct OnCuda {
+  int gpu;
+  void* stream;
+  bool records;
+};
+
 // A session with the weights that it shares; as the last base it is gone before them.
 struct NetworkSession : SharedWeights, Ort::Session {
   NetworkSession() : Ort::Session(nullptr) {}
@@ -43,10 +51,10 @@ struct NetworkSession : SharedWeights, Ort::Session {
 // processes share them. Throws BundleError: it does not load, or a file was changed since the bundle was opened.
 //
 // replacement: a graph to load in place of the file's, on the same weights; null: none.
-// gpu: the number of the GPU that it runs on, through ONNX Runtime's provider for CUDA; none: the CPU.
+// gpu: none: it runs on the CPU.
 NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
                             std::optional<std::int64_t> threads, char const* weights = kWeightsFile,
-                            std::optional<int> gpu = std::nullopt, std::string const* replacement = nullptr);
+                            std::optional<OnCuda> gpu = std::nullopt, std::string const* replacement = nullptr);
 
 // The inputs and outputs of a network; a dimension of any name but "batch" is kTokens.
 std::vector<Tensor> tensors_of(Ort::Session const& session);

@@ -59,6 +59,24 @@ void require_recorded(Error error, char const* call) {
   throw RecordingError(std::string("CUDA failed (") + call + "): " + reason_of(error));
 }
 
+SharedStream::~SharedStream() {
+  Relaxed const relaxed;
+  functions().StreamDestroy(stream);
+}
+
+std::shared_ptr<SharedStream> make_stream(int gpu) {
+  select_gpu(gpu);
+  Stream stream = nullptr;
+  try {
+    require(functions().StreamCreateWithFlags(&stream, kNonBlocking), "cudaStreamCreateWithFlags");
+  } catch (GenerationError const& error) {
+    throw ProviderError(std::string("the GPU cannot be used: ") + error.what());
+  }
+  auto made = std::make_shared<SharedStream>();
+  made->stream = stream;
+  return made;
+}
+
 }  // namespace cuda
 
 using cuda::require;
@@ -75,33 +93,33 @@ void select_gpu(int gpu) {
   current_gpu = gpu;
 }
 
-CudaDevice::CudaDevice(int gpu, bool records, std::function<void(std::string const&)> log)
-    : gpu_(gpu), records_(records), decides_(false), log_(std::move(log)) {
-  select_gpu(gpu);
-  decides_ = cuda::decides();
-  try {
-    require(cuda::functions().StreamCreateWithFlags(&stream_, cuda::kNonBlocking), "cudaStreamCreateWithFlags");
-  } catch (GenerationError const& error) {
-    throw ProviderError(std::string("the GPU cannot be used: ") + error.what());
-  }
-}
+CudaDevice::CudaDevice(int gpu, bool records, std::function<void(std::string const&)> log,
+                       std::shared_ptr<cuda::SharedStream> shared)
+    : gpu_(gpu),
+      shared_(shared == nullptr ? cuda::make_stream(gpu) : std::move(shared)),
+      stream_(shared_->stream),
+      records_(records),
+      decides_(cuda::decides()),
+      log_(std::move(log)) {}
 
 CudaDevice::~CudaDevice() {
+  std::lock_guard<std::recursive_mutex> const turn(shared_->turn);
   Relaxed const relaxed;
   cuda::functions().StreamSynchronize(stream_);
   for (Recording const& one : recorded_) cuda::functions().GraphExecDestroy(one.graph);
-  cuda::functions().StreamDestroy(stream_);
 }
 
-// Lets CUDA use this GPU, if another thread's or another engine's was used before.
-void CudaDevice::use() const {
-  if (current_gpu == gpu_) return;
+// Lets CUDA use this GPU, if another thread's or another engine's was used before, and takes the turn.
+std::unique_lock<std::recursive_mutex> CudaDevice::use() const {
+  std::unique_lock<std::recursive_mutex> turn(shared_->turn);
+  if (current_gpu == gpu_) return turn;
   require(cuda::functions().SetDevice(gpu_), "cudaSetDevice");
   current_gpu = gpu_;
+  return turn;
 }
 
 Buffer CudaDevice::allocate(std::size_t size) {
-  use();
+  auto const turn = use();
   void* memory = nullptr;
   require(cuda::functions().Malloc(&memory, size), "cudaMalloc");
   Buffer const buffer{{memory, free_memory}, static_cast<std::byte*>(memory), size};
@@ -110,7 +128,7 @@ Buffer CudaDevice::allocate(std::size_t size) {
 }
 
 Buffer CudaDevice::staging(std::size_t size) {
-  use();
+  auto const turn = use();
   void* memory = nullptr;
   require(cuda::functions().HostAlloc(&memory, size, 0), "cudaHostAlloc");
   Buffer const buffer{{memory, free_staging}, static_cast<std::byte*>(memory), size};
@@ -119,22 +137,22 @@ Buffer CudaDevice::staging(std::size_t size) {
 }
 
 void CudaDevice::upload(std::byte* target, std::byte const* source, std::size_t size) {
-  use();
+  auto const turn = use();
   require(cuda::functions().MemcpyAsync(target, source, size, cuda::kHostToDevice, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::download(std::byte* target, std::byte const* source, std::size_t size) {
-  use();
+  auto const turn = use();
   require(cuda::functions().MemcpyAsync(target, source, size, cuda::kDeviceToHost, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::copy(std::byte* target, std::byte const* source, std::size_t size) {
-  use();
+  auto const turn = use();
   require(cuda::functions().MemcpyAsync(target, source, size, cuda::kDeviceToDevice, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) {
-  use();
+  auto const turn = use();
   if (count == 1) {  // a stride may not be 2 GiB or more
     require(cuda::functions().MemsetAsync(target, 0, size, stream_), "cudaMemsetAsync");
   } else {
@@ -143,12 +161,12 @@ void CudaDevice::clear(std::byte* target, std::size_t size, std::size_t count, s
 }
 
 void CudaDevice::synchronize() {
-  use();
+  auto const turn = use();
   require(cuda::functions().StreamSynchronize(stream_), "cudaStreamSynchronize");
 }
 
 void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
-  use();
+  auto const turn = use();
   if (replays(key)) return replay(key);
   if (!records_ || !seen_before(key)) return work();
   Making making(*this, key);
@@ -157,14 +175,14 @@ void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
 }
 
 bool CudaDevice::record(WorkKey const& key, std::function<ChosenWork()> const& work) {
-  use();
+  auto const turn = use();
   if (replays(key)) return true;
   if (!records_ || !decides_ || !seen_before(key)) return false;
   return Making(*this, key).finish(decides_, kSteps, [&] { return recorded(work()); });
 }
 
 void CudaDevice::replay(WorkKey const& key) {
-  use();
+  auto const turn = use();
   auto const entry = index_.at(key);
   recorded_.splice(recorded_.end(), recorded_, entry);
   require(cuda::functions().GraphLaunch(entry->graph, stream_), "cudaGraphLaunch");

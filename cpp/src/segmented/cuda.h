@@ -9,6 +9,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <utility>
@@ -33,6 +34,20 @@ class RecordingError : public GenerationError {
 // The same for calls that record.
 void require_recorded(Error error, char const* call);
 
+// A stream of one or several devices, which take turns to queue work on it.
+struct SharedStream {
+  SharedStream() = default;
+  SharedStream(SharedStream const&) = delete;
+  SharedStream& operator=(SharedStream const&) = delete;
+  ~SharedStream();
+
+  Stream stream = nullptr;
+  std::recursive_mutex turn;
+};
+
+// Makes one. Throws ProviderError, as `select_gpu`.
+std::shared_ptr<SharedStream> make_stream(int gpu);
+
 }  // namespace cuda
 
 // Lets CUDA, and libraries on it, use this GPU in this thread. Throws ProviderError: CUDA cannot be used, or there is no
@@ -41,9 +56,10 @@ void select_gpu(int gpu);
 
 class CudaDevice final : public Device {
  public:
-  // gpu: its number. records: whether launches may be recorded; work on other streams cannot be. log: receives the
-  // warning; none: stderr. Throws ProviderError, as `select_gpu`.
-  explicit CudaDevice(int gpu = 0, bool records = true, std::function<void(std::string const&)> log = {});
+  // gpu: its number. records: whether launches may be recorded. log: receives the warning; none: stderr. shared: the
+  // stream; null: one of its own. Throws ProviderError, as `select_gpu`.
+  explicit CudaDevice(int gpu = 0, bool records = true, std::function<void(std::string const&)> log = {},
+                      std::shared_ptr<cuda::SharedStream> shared = nullptr);
   CudaDevice(CudaDevice const&) = delete;
   CudaDevice& operator=(CudaDevice const&) = delete;
   ~CudaDevice() override;
@@ -93,7 +109,7 @@ class CudaDevice final : public Device {
     CudaDevice& device_;
   };
 
-  void use() const;
+  std::unique_lock<std::recursive_mutex> use() const;
   bool replays(WorkKey const& key);
   bool seen_before(WorkKey const& key);
   void stop(bool& allowed, std::string const& what, std::string const& reason);
@@ -105,6 +121,7 @@ class CudaDevice final : public Device {
   void evict();
 
   int gpu_;
+  std::shared_ptr<cuda::SharedStream> shared_;
   cuda::Stream stream_ = nullptr;
   bool records_, decides_, recording_ = false;
   int failures_ = 0;            // of recordings

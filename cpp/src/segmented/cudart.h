@@ -52,6 +52,7 @@ struct SwitchNode {
   X(DriverGetVersion, (int*))                                                               \
   X(RuntimeGetVersion, (int*))                                                              \
   X(Malloc, (void**, std::size_t))                                                          \
+  X(MemGetInfo, (std::size_t*, std::size_t*))                                               \
   X(Free, (void*))                                                                          \
   X(HostAlloc, (void**, std::size_t, unsigned))                                             \
   X(FreeHost, (void*))                                                                      \

@@ -194,6 +194,7 @@ Error cudaMalloc(void** memory, std::size_t size) {
   FAKE_CUDA_CALLED(Malloc)
   return allocate(memory, size, false);
 }
+Error cudaMemGetInfo(std::size_t* free, std::size_t*) { return *free = fake_cuda_limit - fake_cuda_allocated, kSuccess; }
 Error cudaHostAlloc(void** memory, std::size_t size, unsigned) {
   FAKE_CUDA_CALLED(HostAlloc)
   return allocate(memory, size, true);
@@ -343,10 +344,10 @@ Error launch_exit(int type, Dim3 grid, Dim3 block, void** arguments, std::size_t
   auto const args = *static_cast<TideExitArgs*>(arguments[0]);
   auto const plan = *static_cast<tide::exits::Plan*>(arguments[1]);
   auto const slots = static_cast<std::size_t>(args.slots);
-  std::size_t const row = static_cast<std::size_t>(args.hidden) * (args.states_type == TIDE_FLOAT32 ? 4 : 2);
+  std::size_t const rows = slots * static_cast<std::size_t>(args.exit_rows * args.hidden);
   bool const fits = holds(args.scores, slots * 4, false) && holds(args.exits, slots * 4, false) &&
                     holds(args.last_tokens, slots * 8, false) && holds(args.thresholds, slots * 4, false) &&
-                    holds(args.exit_states, slots * static_cast<std::size_t>(args.exit_rows) * row, false) &&
+                    holds(args.exit_states, rows * (type == TIDE_FLOAT32 ? 4 : 2), false) &&
                     holds(plan.counters, TIDE_EXIT_COUNTERS * 4, false) &&
                     holds(plan.workspace, static_cast<std::size_t>(tide::exits::workspace_bytes(args)), false);
   if (!fits || block.x != TIDE_BLOCK_THREADS || shared != tide::exits::kShared * sizeof(float)) return kInvalidValue;

@@ -1,6 +1,9 @@
 // ONNX Runtime, of the library that FAKE_ORT_REAL names, with a provider for CUDA that computes on the host: there the
-// stand-in for the CUDA runtime has a GPU's memory. It computes at once, as on a stream of its own; what the operators of
-// this project queue on that stream is done at the end of a run.
+// stand-in for the CUDA runtime has a GPU's memory. Runs are queued on the stream that it is given, and are done when that
+// is waited for; what operators of this project queue is done at the end of each.
+//
+// As the provider does, it records the run of a number that is new to a thread (and then does it once more), and replays it
+// from then on: with other addresses than those recorded a replay fails here, where there it would use the old ones.
 #include "onnxruntime/functions.h"
 
 #include <dlfcn.h>
@@ -8,6 +11,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
 
 #include "segmented/cudart.h"
 
@@ -15,6 +24,8 @@ using namespace Ort;
 
 extern "C" {
 int fake_ort_on_gpu = 0;  // descriptions of a GPU's memory
+long fake_ort_runs = 0, fake_ort_recordings = 0, fake_ort_replays = 0;
+long fake_ort_waits = 0;  // less those of the stand-in itself
 }
 
 namespace {
@@ -23,6 +34,18 @@ constexpr int kFunctions = 275;  // of the table, as far as it is used
 
 abi::Function table[kFunctions];
 abi::ApiBase const* real = nullptr;
+
+Functions const& real_functions() {
+  static Functions const functions(real->GetApi(abi::kVersion));
+  return functions;
+}
+
+tide::cuda::Stream runs_on = nullptr;  // of the sessions
+bool records = false;                  // the next session
+std::set<RawSession*> recording_sessions;
+std::map<RawBinding const*, std::map<std::string, void*>> bound;  // addresses
+std::map<RawRunOptions const*, std::map<std::string, std::string>> configured;
+std::map<std::tuple<RawSession*, int, std::thread::id>, std::map<std::string, void*>> recorded;
 
 RawStatus* available(char*** providers, int* count) {
   static char cuda[] = "CUDAExecutionProvider", cpu[] = "CPUExecutionProvider";
@@ -34,7 +57,7 @@ RawStatus* available(char*** providers, int* count) {
 RawStatus* release_available(char**, int) { return nullptr; }
 
 RawStatus* memory_info(char const* name, int allocator, int, int type, RawMemory** made) {
-  Functions const functions(real->GetApi(abi::kVersion));
+  Functions const& functions = real_functions();
   bool const on_gpu = std::strcmp(name, "Cuda") == 0;
   fake_ort_on_gpu += on_gpu;
   return functions.CreateMemoryInfo(on_gpu ? "Cpu" : name, allocator, 0, type, made);
@@ -44,18 +67,31 @@ RawStatus* options(RawCuda** made) {
   *made = reinterpret_cast<RawCuda*>(table);
   return nullptr;
 }
+RawStatus* failed(std::string const& reason) {
+  return reinterpret_cast<RawStatus* (*)(int, char const*)>(table[0])(1, reason.c_str());  // CreateStatus(ORT_FAIL)
+}
+
 RawStatus* update(RawCuda*, char const* const* keys, char const* const* values, std::size_t count) {
-  char const* const wanted[][2] = {{"device_id", std::getenv("FAKE_ORT_DEVICE")}, {"use_tf32", "0"}};
-  if (count != 2) std::abort();
-  for (std::size_t i = 0; i < count; ++i) {
-    if (std::strcmp(keys[i], wanted[i][0]) != 0 || std::strcmp(values[i], wanted[i][1]) != 0) std::abort();
-  }
+  std::map<std::string, std::string> given;
+  for (std::size_t i = 0; i < count; ++i) given[keys[i]] = values[i];
+  if (given.size() != 4 || given["device_id"] != std::getenv("FAKE_ORT_DEVICE") || given["use_tf32"] != "0") std::abort();
+  runs_on = reinterpret_cast<tide::cuda::Stream>(std::strtoull(given["user_compute_stream"].c_str(), nullptr, 10));
+  records = given["enable_cuda_graph"] == "1";
   return nullptr;
 }
 RawStatus* append(RawOptions*, RawCuda const*) {
   char const* const missing = std::getenv("FAKE_ORT_MISSING");
-  if (missing == nullptr) return nullptr;
-  return reinterpret_cast<RawStatus* (*)(int, char const*)>(table[0])(1, missing);  // CreateStatus(ORT_FAIL)
+  return missing == nullptr ? nullptr : failed(missing);
+}
+RawStatus* session(RawEnv const* env, void const* data, std::size_t size, RawOptions const* given, RawSession** made) {
+  if (std::exchange(records, false)) {
+    char const* const cpu_node = std::getenv("FAKE_ORT_CPU_NODE");
+    if (cpu_node != nullptr) return failed(cpu_node);
+    RawStatus* const status = real_functions().CreateSessionFromArray(env, data, size, given, made);
+    recording_sessions.insert(*made);
+    return status;
+  }
+  return real_functions().CreateSessionFromArray(env, data, size, given, made);
 }
 void release(RawCuda*) {}
 
@@ -84,11 +120,75 @@ RawStatus* stream_of(abi::Context const*, void** stream) {
   *stream = stream_of_runs();
   return nullptr;
 }
+
+RawStatus* bind_input(RawBinding* binding, char const* name, RawValue const* value) {
+  void* address = nullptr;
+  real_functions().GetTensorMutableData(const_cast<RawValue*>(value), &address);
+  bound[binding][name] = address;
+  return real_functions().BindInput(binding, name, value);
+}
+RawStatus* bind_output(RawBinding* binding, char const* name, RawValue const* value) {
+  void* address = nullptr;
+  real_functions().GetTensorMutableData(const_cast<RawValue*>(value), &address);
+  bound[binding][name] = address;
+  return real_functions().BindOutput(binding, name, value);
+}
+void release_binding(RawBinding*) {}  // queued runs use it
+RawStatus* configure(RawRunOptions* of, char const* key, char const* value) {
+  configured[of][key] = value;
+  return nullptr;
+}
+void release_options(RawRunOptions* of) {
+  configured.erase(of);
+  real_functions().ReleaseRunOptions(of);
+}
+
+struct Queued {
+  RawSession* session;
+  RawBinding const* binding;
+};
+
+// Does a queued run; of an error, CUDA's number.
+int done(void* of) {
+  Queued const one = *static_cast<Queued*>(of);
+  Functions const& functions = real_functions();
+  RawRunOptions* plain = nullptr;
+  functions.CreateRunOptions(&plain);
+  RawStatus* const status = functions.RunWithBinding(one.session, plain, one.binding);
+  functions.ReleaseRunOptions(plain);
+  if (status != nullptr) {
+    auto* const text = static_cast<char*>(dlsym(dlopen(std::getenv("TIDE_CUDART"), RTLD_NOW), "fake_cuda_error"));
+    std::strncpy(text, functions.GetErrorMessage(status), 255);
+    return 719;
+  }
+  --fake_ort_waits;  // this is none of the runtime's
+  return of_cuda<int(tide::cuda::Stream)>("cudaStreamSynchronize")(stream_of_runs());
+}
+
+// Those with run options that say nothing are of the CPU.
 RawStatus* run(RawSession* session, RawRunOptions const* given, RawBinding const* binding) {
-  Functions const functions(real->GetApi(abi::kVersion));
-  if (RawStatus* const status = functions.RunWithBinding(session, given, binding)) return status;
-  if (of_cuda<int(tide::cuda::Stream)>("cudaStreamSynchronize")(stream_of_runs()) == 0) return nullptr;
-  return reinterpret_cast<RawStatus* (*)(int, char const*)>(table[0])(1, "queued work failed");
+  auto const found = configured.find(given);
+  if (found == configured.end()) return real_functions().RunWithBinding(session, given, binding);
+  if (found->second.at("disable_synchronize_execution_providers") != "1") std::abort();
+  int const number = std::atoi(found->second.at("gpu_graph_id").c_str());
+  int times = 1;
+  if (number >= 0) {
+    if (recording_sessions.count(session) == 0) std::abort();
+    auto const [recording, is_new] = recorded.try_emplace({session, number, std::this_thread::get_id()}, bound.at(binding));
+    if (!is_new && recording->second != bound.at(binding)) return failed("an address of a recorded run has changed");
+    ++(is_new ? fake_ort_recordings : fake_ort_replays);
+    char const* const fails = std::getenv("FAKE_ORT_RECORDING");
+    if (is_new && fails != nullptr) return failed(fails);
+    void* memory = nullptr;  // of the recording
+    if (is_new && of_cuda<int(void**, std::size_t)>("cudaMalloc")(&memory, std::size_t{1} << 20) != 0) std::abort();
+    times = is_new ? 2 : 1;
+  }
+  for (int i = 0; i < times; ++i) {
+    auto* const queue = of_cuda<int(tide::cuda::Stream, int (*)(void*), void*)>("fake_cuda_queue");
+    if (queue(runs_on, done, new Queued{session, binding}) != 0) return failed("the stream is another GPU's");
+  }
+  ++fake_ort_runs;
+  return nullptr;
 }
 
 template <typename F>
@@ -98,11 +198,17 @@ void replace(int position, F* function) {
 
 abi::Function const* api(std::uint32_t version) {
   std::copy_n(real->GetApi(version), kFunctions, table);
+  replace(8, session);
   replace(27, add_operator);
   replace(68, memory_info);
   replace(125, available);
   replace(126, release_available);
+  replace(97, release_options);
   replace(133, run);
+  replace(135, release_binding);
+  replace(136, bind_input);
+  replace(137, bind_output);
+  replace(165, configure);
   replace(193, stream_of);
   replace(204, append);
   replace(205, options);

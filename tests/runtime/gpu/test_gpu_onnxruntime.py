@@ -1,4 +1,4 @@
-"""Provider "cuda": ONNX Runtime runs the networks on a stream of its own, for which the runtime's must be done."""
+"""Provider "cuda": ONNX Runtime runs the networks on the runtime's stream, and records what comes again."""
 
 import json
 import os
@@ -49,11 +49,47 @@ def on_gpu(bundle: Path, cudart_library: Path, shared: Path) -> Callable[..., su
     return run
 
 
+EXITS = {"mode": "exit", "min_layers": 0, "max_pending": 4}
+
+
 def test_tokens_are_those_of_the_cpu(thresholds: list[float], on_gpu) -> None:
-    exits = {"mode": "exit", "threshold": thresholds, "min_layers": 0, "max_pending": 4}
+    """A token at full depth is one wait for its result; a segment after which it may exit is one more."""
+    exits = EXITS | {"threshold": thresholds}
     settings = [{"mode": "full"}, exits, {"mode": "lossless", "threshold": thresholds}, exits | {"logprobs": 1}]
     done = on_gpu(settings)
-    assert done.stdout == "the same\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "recorded" not in done.stderr
+    counted = json.loads(done.stdout)
+    networks = len(thresholds) + 1 + 2  # the segments, the head, and what finds the best logit
+    assert counted["full"] == {"runs": networks, "recordings": 0, "replays": networks, "waits": 1}
+    assert 1 < counted["exit"]["waits"] <= len(thresholds) + 1
+    assert 0 < counted["all"]["recordings"] < counted["all"]["replays"]
+
+
+CPU_NODE = "this session cannot use the graph capture feature"
+
+
+@pytest.mark.parametrize(
+    ("changes", "recordings", "says"),
+    [
+        ({"TIDE_CUDA_GRAPHS": "2"}, 2, "decoding slower: 2 took "),
+        ({"TIDE_CUDA_GRAPHS": "0"}, 0, None),
+        ({"FAKE_ORT_RECORDING": "operation not permitted"}, 1, "failed in segment_00: operation not permitted"),
+        ({"FAKE_ORT_CPU_NODE": CPU_NODE}, 0, CPU_NODE),
+    ],
+)
+@pytest.mark.parametrize("bundle", ["fp32"], indirect=True)
+def test_what_is_not_recorded_is_run(
+    thresholds: list[float], on_gpu, changes, recordings: int, says: str | None
+) -> None:
+    done = on_gpu([{"mode": "full"}, EXITS | {"threshold": thresholds}], **changes)
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout)
+    assert counted["all"]["recordings"] == recordings
+    assert counted["full"]["waits"] == 1
+    warnings = [line for line in done.stderr.splitlines() if "no more runs are recorded as CUDA graphs" in line]
+    assert len(warnings) == (says is not None), done.stderr
+    assert says is None or says in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 They are the operators of ONNX Runtime that have a CUDA kernel: attention that rotates and caches in place, norms fused
 with the addition before them, packed projections, matmuls of few bits. The only one of this project is `TideExit`, a
-checkpoint in one launch (cpp/src/onnxruntime/exit_operator.cpp). The passes are those of the CPU's graph where these make operators of ONNX Runtime. Gate and up projections
-stay two matmuls: no operator of the provider takes both, and a Split would cost the launch that packing saves.
+checkpoint in one launch (cpp/src/onnxruntime/exit_operator.cpp). The passes are those of the CPU's graph where these
+make operators of ONNX Runtime. Gate and up projections stay two matmuls: no operator of the provider takes both, and a
+Split would cost the launch that packing saves.
 """
 
 from dataclasses import replace
