@@ -29,13 +29,14 @@ from tide_export.tuning.prompts import draw_prompts
 def settings_of(engine: Engine) -> dict[str, dict[str, Any]]:
     """The options of each setting of lossless mode."""
     settings: dict[str, dict[str, Any]] = {"the bundle's": {}}
-    none: dict[str, Any] = {"prompt_lookup": 0}
-    if engine.manifest.drafter is not None:
-        settings["the drafter alone"] = {"prompt_lookup": 0, "max_pending": 0}
-        none |= {"drafter": 0}
-    if engine.manifest.checkpoints:
-        settings["exits alone"] = none
-        settings["prompt lookup alone"] = {**none, "max_pending": 0, "prompt_lookup": 15}
+    no_drafter: dict[str, Any] = {} if engine.manifest.drafter is None else {"drafter": 0}
+    no_exits: dict[str, Any] = {"max_pending": 0} if engine.manifest.checkpoints else {}
+    if no_drafter:
+        settings["the drafter alone"] = {"prompt_lookup": 0, **no_exits}
+    if no_exits:
+        settings["exits alone"] = {"prompt_lookup": 0, **no_drafter}
+    if len(settings) > 1:
+        settings["prompt lookup alone"] = {"prompt_lookup": 15, **no_drafter, **no_exits}
     return settings
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +30,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NO_FLASH = ":no-flash"
+
+
+class Question(NamedTuple):
+    """One prompt to be answered (answer_process.py)."""
+
+    prompt: list[int]
+    tokens: int  # of the answer, at most
+    temperature: float
+    top_k: int  # for temperatures above 0
+    seed: int
 
 
 class Job(NamedTuple):
@@ -52,6 +62,10 @@ class Runtime:
     def nll(self, ids: Sequence[int]) -> list[float]:
         """Nats of the tokens after the first, each read after the one before it; none where there are no logits."""
         return []
+
+    def answer(self, question: Question) -> dict[str, Any]:
+        """`seconds` and `tokens` after the first of an answer, and its `text`."""
+        raise NotImplementedError
 
 
 class Tide(Runtime):
@@ -236,28 +250,32 @@ class Genai(Runtime):
 class OpenVino(Runtime):
     """OpenVINO GenAI's `LLMPipeline`: `file` is a folder of OpenVINO's format. It gives no logits."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, **options: Any) -> None:
         import openvino_genai
 
         self._api: Any = openvino_genai
         self.version = f"openvino-genai {version('openvino-genai')}"
         self._pipeline = self._api.LLMPipeline(
-            job.file, "CPU", INFERENCE_NUM_THREADS=job.threads, INFERENCE_PRECISION_HINT="f32"
+            job.file, "CPU", INFERENCE_NUM_THREADS=job.threads, INFERENCE_PRECISION_HINT="f32", **options
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
-        import openvino
-
-        ids = np.array(prompts, np.int64)
-        inputs = self._api.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         config = self._api.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
-        started = time.perf_counter()
-        result = self._pipeline.generate(inputs, config)
-        total = time.perf_counter() - started
+        result, total = self.run(prompts, config)
         if any(len(answer) != tokens for answer in result.tokens):
             raise ValueError(f"answers of {[len(answer) for answer in result.tokens]} tokens, not {tokens}")
         first = result.perf_metrics.get_ttft().mean / 1e3
         return first, total - first
+
+    def run(self, prompts: Sequence[Sequence[int]], config: Any) -> tuple[Any, float]:
+        """The pipeline's result and its seconds."""
+        import openvino
+
+        ids = np.array(prompts, np.int64)
+        inputs = self._api.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        started = time.perf_counter()
+        result = self._pipeline.generate(inputs, config)
+        return result, time.perf_counter() - started
 
 
 class Server(Runtime):
@@ -286,18 +304,22 @@ class Server(Runtime):
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
         started = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            timings = list(pool.map(lambda prompt: self._complete(prompt, tokens), prompts))
+            timings = list(pool.map(lambda prompt: self._timings(prompt, tokens), prompts))
         if len(prompts) == 1:
             return timings[0]["prompt_ms"] / 1e3, timings[0]["predicted_ms"] / 1e3
         first = max(timing["prompt_ms"] for timing in timings) / 1e3
         return first, time.perf_counter() - started - first
 
-    def _complete(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-        wanted = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "top_k": 1, "ignore_eos": True}
+    def complete(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Its reply to `/completion`."""
         body = json.dumps(wanted | {"cache_prompt": False}).encode()
         request = urllib.request.Request(f"{self._address}/completion", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as reply:
-            timings = json.load(reply)["timings"]
+            return json.load(reply)
+
+    def _timings(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        wanted = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "top_k": 1, "ignore_eos": True}
+        timings = self.complete(wanted)["timings"]
         if timings["predicted_n"] != tokens:
             raise ValueError(f"an answer of {timings['predicted_n']} tokens, not {tokens}")
         return timings
@@ -339,12 +361,14 @@ def answer(runtime: Runtime, request: dict) -> dict:
     if request["do"] == "generate":
         first, rest = runtime.generate(request["prompts"], request["tokens"])
         return {"first": first, "rest": rest}
+    if request["do"] == "answer":
+        return runtime.answer(Question(**request["question"]))
     if request["do"] == "nll":
         return {"nll": runtime.nll(request["ids"])}
     return {"memory": resident(getattr(runtime, "process_id", "self"))}
 
 
-def main() -> None:
+def main(runtimes: Mapping[str, Callable[[Job], Runtime]] | None = None) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print must not be taken for an answer
 
@@ -361,7 +385,7 @@ def main() -> None:
 
     def load() -> dict:
         started = time.perf_counter()
-        loaded.append(RUNTIMES[job.runtime](job))
+        loaded.append((runtimes or RUNTIMES)[job.runtime](job))
         return {"version": loaded[0].version, "load": time.perf_counter() - started}
 
     reply(load)
