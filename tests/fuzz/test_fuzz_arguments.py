@@ -88,6 +88,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "prompt_logprobs": st.integers(0, 48),
     "seed": st.integers(0, 9),
     "stop_token_ids": st.lists(st.integers(0, 47), max_size=3),
+    "prediction": st.lists(st.integers(0, 47), max_size=3),
     "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
     "json_schema": st.sampled_from([{}, {"type": "object"}, '{"type": "object"}', "{", {1: 2}]),
     "json_whitespace": st.booleans(),

@@ -61,8 +61,9 @@ def test_summary_of_drafts() -> None:
     lines = stats.summary().splitlines()
     assert lines[4].split() == ["prompt", "lookup:", "2", "tokens", "50.0%"]
     assert lines[6] == "drafts: 3 of 8 accepted (37.5%): 1 of 3 early exits, 2 of 5 by prompt lookup"
-    assert lines[7] == "never computed: 0 of 0 (positions x layers, prompt included)"
-    assert lines[8] == "prefill 0.000 s, decode 0.000 s (one step only)"
+    assert lines[7] == "time saved, by costs: 0.000 s early exits, 0.000 s by prompt lookup"
+    assert lines[8] == "never computed: 0 of 0 (positions x layers, prompt included)"
+    assert lines[9] == "prefill 0.000 s, decode 0.000 s (one step only)"
 
 
 def test_as_dict_is_json_and_complete() -> None:

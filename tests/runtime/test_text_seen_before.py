@@ -1,5 +1,5 @@
-"""Drafts from earlier answers of a scheduler, and from a predicted text: the tokens are those of full depth, an owner's text
-is nobody else's, memory is bounded, and what drafts saved is counted."""
+"""Drafts from earlier answers of a scheduler, and from a predicted text: the tokens are those of full depth, an owner's
+text is nobody else's, memory is bounded, and what drafts saved is counted."""
 
 from typing import Any
 
@@ -27,10 +27,11 @@ def test_a_repeated_answer_is_drafted_from_the_first(tiny_engine: Engine) -> Non
     first, again = (scheduler.submit(PROMPT, **DRAFTED).result() for _ in range(2))
     assert first.tokens == again.tokens == full
     assert first.stats.answers_drafted == 0
-    assert again.stats.answers_accepted > 20
-    assert again.stats.drafts["answers"] == (again.stats.answers_drafted, again.stats.answers_accepted)
-    assert f"{again.stats.answers_accepted} of {again.stats.answers_drafted} from earlier answers" in again.stats.summary()
-    assert again.stats.saved_seconds["answers"] > 0
+    stats = again.stats
+    assert stats.answers_accepted > 20
+    assert stats.drafts["answers"] == (stats.answers_drafted, stats.answers_accepted)
+    assert f"{stats.answers_accepted} of {stats.answers_drafted} from earlier answers" in stats.summary()
+    assert stats.saved_seconds["answers"] > 0
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -77,7 +78,7 @@ def test_without_memory_or_lookup_no_answer_is_drafted_from(
 def test_a_prediction_is_drafted_from_and_changes_no_token(tiny_engine: Engine) -> None:
     full = tiny_engine.generate(PROMPT, mode="full", **SAMPLED).tokens
     accepted = []
-    for prediction in (None, full, full[:10] + [1, 2] + full[12:], full[::-1], [], [full[0]] * 200):
+    for prediction in (None, full, [*full[:10], 1, 2, *full[12:]], full[::-1], [], [full[0]] * 200):
         out = tiny_engine.generate(PROMPT, prediction=prediction, **DRAFTED)
         assert out.tokens == full
         accepted.append(out.stats.lookup_accepted)

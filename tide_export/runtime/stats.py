@@ -96,7 +96,7 @@ class ExitStats:
 
     @property
     def saved_seconds(self) -> dict[str, float]:
-        """Decoding time that drafts saved, by source as in `drafts`, estimated from what a step and a draft cost."""
+        """Decoding time that drafts saved, by source as in `drafts`, estimated from their costs."""
         return {
             "exit": self.exit_saved_seconds,
             "drafter": self.learned_saved_seconds,
@@ -132,7 +132,11 @@ class ExitStats:
         ]
         rows = [(f"after layer {layers:>3} of {self.num_layers}", n) for layers, n in self.exits_per_layer.items()]
         rows.append((f"after layer {self.num_layers:>3} of {self.num_layers}", self.remaining_tokens))
-        counted = {"drafter": self.learned_drafted, "prompt lookup": self.lookup_drafted, "answers": self.answers_drafted}
+        counted = {
+            "drafter": self.learned_drafted,
+            "prompt lookup": self.lookup_drafted,
+            "earlier answers": self.answers_drafted,
+        }
         if names := [name for name, drafted in counted.items() if drafted]:
             rows.append((" and ".join(names), self.exit_layer.count(NO_LAYER)))
         for where, count in rows:

@@ -31,7 +31,7 @@ class ServerConfig(BaseModel):
         1 << 24, ge=0, description="bytes of earlier answers that mode lossless drafts from; 0: none"
     )
     private_cache: bool = Field(
-        False, description="yes: a request shares cached prompts and answers only with others that give the same cache_salt"
+        False, description="yes: a request shares cached prompts and answers only with others of the same cache_salt"
     )
     audit_rate: float | None = Field(
         None, gt=0.0, le=1.0, description="share of mode exit's tokens checked against full depth; with an epsilon 0.01"

@@ -294,7 +294,10 @@ def cancel(handles: Sequence[RequestHandle]) -> None:
 
 
 def usage(choices: Choices, completion_tokens: int) -> dict[str, Any]:
-    """Returns OpenAI's `usage`: cached tokens by the first choice of each prompt, predicted ones are lossless drafts."""
+    """Returns OpenAI's `usage`, with the drafts of lossless mode as predicted tokens.
+
+    The first choice of each prompt tells how much of it was cached.
+    """
     first = {id(prompt): (prompt, handle) for prompt, handle in reversed(choices)}.values()
     prompt_tokens, stats = sum(len(prompt.ids) for prompt, _ in first), [handle.stats for _, handle in choices]
     return {

@@ -230,9 +230,7 @@ class LosslessDecoder final : public Decoder {
       make_room(waiting_.ids, next.size());
       make_room(waiting_.hidden, next.size() * drafter_->width);
     }
-    auto const unused = drafts_.empty() || !drafts_[0].is_text() ? from_text({}) : std::nullopt;
     lookup_.extend(ids);
-    if (unused) shares_of(*unused).record(unused->kind, unused->token.id == ids[0]);
     settle(accepted);
     if (drafter_ != nullptr) keep_rows(next, rejected);
     length_ += static_cast<std::int64_t>(request_.ids.size()) - static_cast<std::int64_t>(rejected);
