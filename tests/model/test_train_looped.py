@@ -79,7 +79,7 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     check_bundle(tmp_path / "stopped", tmp_path / "bundle")
     run(tmp_path / "plain", monkeypatch, loops=1)
     assert "loop 1: loss" in capsys.readouterr().out
-    assert not [name for name in load_file(tmp_path / "plain" / "model.safetensors") if "gate" in name]
+    assert not [name for name in load_file(tmp_path / "plain" / "model.safetensors") if "early_exit_gate" in name]
 
 
 def check_bundle(folder: Path, bundle: Path) -> None:
