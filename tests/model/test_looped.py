@@ -93,5 +93,6 @@ def test_what_is_refused(tmp_path: Path, config: dict, options: dict, says: str)
 def test_a_target_or_a_model_without_such_a_gate_is_refused(tmp_path: Path, source: SourceModel) -> None:
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no exit gate of its own"):
         gate_routers(build("llama"))
-    with pytest.raises(ConfigError, match="the networks of tensorrt do not sum up a gate's probabilities"):
-        export(source.name, tmp_path / "out", routers="model", targets=("onnxruntime", "tensorrt"), engines=False)
+    for target in ("cuda", "tensorrt", "tensorrt-rtx"):
+        with pytest.raises(ConfigError, match=f"the networks of {target} do not sum up a gate's probabilities"):
+            export(source.name, tmp_path / "out", routers="model", targets=("onnxruntime", target), engines=False)
