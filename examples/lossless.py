@@ -19,7 +19,7 @@ def main(bundle: str) -> None:
 
     print(tokenizer.decode(lossless.tokens))
     print(f"{lossless.stats.accepted} of {lossless.stats.drafted} drafts accepted")
-    print(f"{lossless.stats.layers_run_per_token:.2f} of {lossless.stats.num_layers} layer passes per token")
+    print(f"{lossless.stats.layers_run_per_token:.2f} of {lossless.stats.num_layers} layers per token")
 
 
 if __name__ == "__main__":

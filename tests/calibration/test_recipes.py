@@ -96,7 +96,9 @@ def test_a_model_trained_to_exit_is_calibrated_as_it_is(tmp_path, monkeypatch):
 
 
 def refused(capsys, recipe) -> str:
-    assert main(["calibrate", "no-model", "-o", "none.safetensors", "--recipe", str(recipe)]) == 2
+    assert (
+        main(["calibrate", str(ROOT / "demo" / "demo-llama"), "-o", "none.safetensors", "--recipe", str(recipe)]) == 2
+    )
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -125,7 +127,10 @@ def test_a_mistake_names_the_file_and_the_key(capsys, tmp_path, line, says):
 def test_a_recipe_s_mistake_is_not_hidden_by_an_option(capsys, tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text("min_layers = -4\n")
-    assert main(["calibrate", "no-model", "-o", "x", "--recipe", str(recipe), "--min-layers", "4"]) == 2
+    assert (
+        main(["calibrate", str(ROOT / "demo" / "demo-llama"), "-o", "x", "--recipe", str(recipe), "--min-layers", "4"])
+        == 2
+    )
     assert f"recipe {recipe}: option min_layers" in capsys.readouterr().err
 
 

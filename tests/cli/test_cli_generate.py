@@ -26,7 +26,7 @@ def test_generate_streams_the_text_that_json_holds(demo_bundle: Path, capsys):
     assert main(["generate", str(demo_bundle), "--prompt", PROMPT, "--max-new-tokens", "12"]) == 0
     out, err = capsys.readouterr()
     assert out == answer["text"] + "\n"
-    assert "layer passes per token" in err
+    assert "layers per token" in err
     assert answer["finish_reason"] == "length"
     assert len(answer["tokens"]) == answer["stats"]["total_tokens"] == 12
     assert sum(answer["stats"]["exits_per_layer"].values()) + answer["stats"]["remaining_tokens"] == 12

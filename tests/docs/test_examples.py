@@ -51,7 +51,7 @@ def test_quickstart(demo_bundle: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, env=script_folder(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "def read_lines(path):" in done.stdout
-    assert "layer passes per token" in done.stderr
+    assert "layers per token" in done.stderr
     assert re.search(r"^  exit +[\d.]+ +[\d.]+x", done.stdout, re.MULTILINE), done.stdout
 
 
@@ -76,7 +76,7 @@ def test_tune_a_guarantee(
     monkeypatch.setattr(tide_export, "tune", lambda *given, **options: tune(*given, **options | fewer), raising=False)
     bundle = shutil.copytree(demo_bundle, tmp_path / "bundle")
     validation = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
-    assert "layer passes per token" in run("tune_a_guarantee.py", bundle, validation)
+    assert "layers per token" in run("tune_a_guarantee.py", bundle, validation)
     assert tide_export.load(bundle).manifest.tuning is not None
 
 

@@ -121,12 +121,12 @@ def test_the_model_is_gone_when_the_graph_is_loaded(plain_and_left: tuple[Path, 
     assert plain_and_left[1] == 0
 
 
-def test_the_command_takes_a_device_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_a_device_map(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(pipeline, "export", lambda *arguments, **options: asked.update(options))
-    assert main(["export", "model", "-o", str(tmp_path / "out"), "--device-map", "auto"]) == 0
+    assert main(["export", str(demo_model), "-o", str(tmp_path / "out"), "--device-map", "auto"]) == 0
     assert asked.pop("device_map") == "auto"
-    assert main(["export", "model", "-o", str(tmp_path / "out")]) == 0
+    assert main(["export", str(demo_model), "-o", str(tmp_path / "out")]) == 0
     assert asked.get("device_map") is None
 
 

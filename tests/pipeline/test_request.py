@@ -79,7 +79,9 @@ def test_export_takes_a_request_or_its_fields(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("option", [[], ["--no-report"]])
-def test_the_report_may_be_omitted(option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_may_be_omitted(
+    option: list[str], demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, reports = SimpleNamespace(routers="routers", assessment="assessment"), []
     monkeypatch.setattr(calibrate, "load_tokenizer", lambda *_: None)
     monkeypatch.setattr(calibrate, "headline", lambda _: "")
@@ -89,5 +91,5 @@ def test_the_report_may_be_omitted(option: list[str], tmp_path: Path, monkeypatc
         flow, "_write_graphs", lambda request, folder: calibrate.calibrate_for_bundle("", request, folder)
     )
     with pytest.raises(ValueError, match="unpack"):  # routers are no manifest
-        main(["export", "model", "-o", str(tmp_path / "out"), *option])
+        main(["export", str(demo_model), "-o", str(tmp_path / "out"), *option])
     assert [path.name for path in reports] == ([] if option else ["report.html"])

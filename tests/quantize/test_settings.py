@@ -47,9 +47,9 @@ def test_values_out_of_range_are_named(given: dict, says: str) -> None:
     ],
 )
 def test_the_command_line_says_so_in_a_line(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    arguments: list[str], says: str, demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["export", "no-such-model", "-o", str(tmp_path / "out"), *arguments]) == 2
+    assert main(["export", str(demo_model), "-o", str(tmp_path / "out"), *arguments]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1

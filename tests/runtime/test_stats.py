@@ -49,7 +49,7 @@ def test_summary_says_what_matters() -> None:
         "after layer 8 of 12: 1 tokens 20.0%",
         "after layer 12 of 12: 1 tokens 20.0%",
     ]
-    assert lines[5] == "layer passes per token: 8.00 of 12 run, 4.00 skipped"
+    assert lines[5] == "layers per token: 8.00 of 12 run, 4.00 skipped"
     assert lines[6] == "never computed: 18 of 108 (positions x layers, prompt included)"
     assert lines[7] == "prefill 0.500 s, decode 0.250 s (16.0 tokens/s)"
 

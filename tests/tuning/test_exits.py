@@ -61,7 +61,8 @@ def _measured_once(measurements: dict[Any, Measurement], monkeypatch: pytest.Mon
 
     monkeypatch.setattr("tide_export.tuning.exits.measure_prompts", measure)
     monkeypatch.setattr("tide_export.tuning.auto.NEW_TOKENS", 8)
-    monkeypatch.setattr("tide_export.tuning.auto.ROUNDS", 1)
+    monkeypatch.setattr("tide_export.tuning.auto.ROUNDS", 2)
+    monkeypatch.setattr("tide_export.tuning.auto.STEADY_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

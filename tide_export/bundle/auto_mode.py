@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 MODES = ("full", "exit", "lossless")
+EXIT_ERROR = "exit_speedup_error"  # in `evidence`: the standard error of `exit_speedup`
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,28 @@ def sentence(auto: AutoMode | None) -> str:
     if auto is None:
         return "mode auto is full depth: what exits gain on this provider was not measured (tide-export tune does)"
     if auto.mode == "exit":
-        reason = f"exit, {auto.exit_speedup:.2f}x as fast as full depth, with {_measured(auto) or bounds(auto)}"
+        change = _measured(auto) or bounds(auto)
+        reason = f"exit, {auto.exit_speedup:.2f}{_error(auto)}x as fast as full depth, with {change}"
     elif auto.mode == "lossless":
         reason = f"lossless, {auto.lossless_speedup:.2f}x as fast as full depth, with its tokens"
     elif auto.exit_speedup is None and auto.lossless_speedup is None:
         return f"mode auto is full depth: {auto.evidence.get('reason', 'nothing else was measured')}"
     else:
         reason = "full depth: " + " and ".join(
-            f"{mode} at {speedup:.2f}x its speed"
-            for mode, speedup in (
-                (f"exits with {bounds(auto)} run", auto.exit_speedup),
-                ("lossless mode runs", auto.lossless_speedup),
+            f"{mode} at {speedup:.2f}{error}x its speed"
+            for mode, speedup, error in (
+                (f"exits with {bounds(auto)} run", auto.exit_speedup, _error(auto)),
+                ("lossless mode runs", auto.lossless_speedup, ""),
             )
             if speedup is not None
         )
     several = "" if auto.mode == "full" else f"; {_of_several(auto)}"
     return f"mode auto is {reason} ({auto.machine}){several}"
+
+
+def _error(auto: AutoMode) -> str:
+    error = auto.evidence.get(EXIT_ERROR)
+    return "" if error is None else f" ± {error:.2f}"
 
 
 def bounds(auto: AutoMode) -> str:

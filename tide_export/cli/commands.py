@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """What `--help` says of a command.
+    """A command as `--help` describes it.
 
     Attributes:
         summary: what it does, in one sentence.

@@ -111,12 +111,12 @@ class ExitStats:
 
     @property
     def layers_run_per_token(self) -> float:
-        """Mean layer passes per generated token, those for pending tokens included."""
+        """Mean layers per generated token, those for pending tokens included."""
         return sum(self.layers_run) / self.total_tokens if self.total_tokens else 0.0
 
     @property
     def layers_skipped_per_token(self) -> float:
-        """Mean layer passes per generated token that were saved against full depth."""
+        """Mean layers per generated token that were saved against full depth."""
         return self.num_layers - self.layers_run_per_token if self.total_tokens else 0.0
 
     @property
@@ -143,7 +143,7 @@ class ExitStats:
             share = count / self.total_tokens if self.total_tokens else 0.0
             lines.append(f"  {where}: {count:>5} tokens {share:>7.1%}")
         lines.append(
-            f"layer passes per token: {self.layers_run_per_token:.2f} of {self.num_layers} run, "
+            f"layers per token: {self.layers_run_per_token:.2f} of {self.num_layers} run, "
             f"{self.layers_skipped_per_token:.2f} skipped"
         )
         if self.drafted:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from math import ceil
+from math import ceil, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
-from tide_export.bundle.auto_mode import AutoMode, bounds_of, sentence
+from tide_export.bundle.auto_mode import EXIT_ERROR, AutoMode, bounds_of, sentence
 from tide_export.bundle.file_names import TOKENIZER_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.common.changed_tokens import TEMPERATURE
@@ -40,11 +40,13 @@ PROMPTS = (
     'def read_table(path):\n    """Return the rows of a CSV file as dictionaries."""\n',
     "Dear Anna, thank you for your letter. I am writing to tell you that",
 )
+Steps = dict[int, list[float]]  # layers run -> seconds of each step
 NEW_TOKENS = 48  # after each prompt, in each mode and round
 MIN_NEW_TOKENS = 8  # if more tokens would take longer than SECONDS
-ROUNDS = 2
+ROUNDS = 3  # over all prompts, at least
+STEADY_SECONDS = 2.0  # of a small model there are more rounds
 SECONDS = 30.0
-PAYS = 1.02  # speed-up over full depth; less is within the error of the measurement
+PAYS = 1.02  # least speed-up over full depth, and 2 standard errors above 1
 WORTH = 0.002  # share of the operations that exits must save to be measured
 
 
@@ -87,9 +89,10 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float, perplexity_ep
         return auto
     thresholds = tuple(point["thresholds"])
     with stage("measuring what exits gain here"):
-        speedup = exit_speedup(load(bundle, provider=PROVIDER, verify=False), thresholds)
+        speedup, error = exit_speedup(load(bundle, provider=PROVIDER, verify=False), thresholds)
     auto = replace(_unmeasured(manifest, epsilon, None), thresholds=thresholds, exit_speedup=speedup)
-    auto = chosen(replace(auto, evidence=_evidence("calibration", point | {"perplexity_epsilon": perplexity_epsilon})))
+    point |= {"perplexity_epsilon": perplexity_epsilon, EXIT_ERROR: error}
+    auto = chosen(replace(auto, evidence=_evidence("calibration", point)))
     logger.info("%s", sentence(auto))
     return auto
 
@@ -109,15 +112,19 @@ def with_exits(
         slots: numbers of sequences to measure as well, if exits are faster for one.
     """
     pays = any(value < MAX_THRESHOLD for value in thresholds)
+    speedup, error = exit_speedup(engine, thresholds) if pays else (None, None)
     auto = _measured_anew(
         engine.auto or _unmeasured(engine.manifest, epsilon, threads),
         "exit",
         thresholds=tuple(thresholds),
         epsilon=epsilon,
-        exit_speedup=exit_speedup(engine, thresholds) if pays else None,
+        exit_speedup=speedup,
         machine=_machine(threads),
         evidence=_evidence(
-            "tune", change if pays else {"reason": f"no exits are certified for an epsilon of {epsilon:g}"}
+            "tune",
+            change | {EXIT_ERROR: error}
+            if pays
+            else {"reason": f"no exits are certified for an epsilon of {epsilon:g}"},
         ),
     )
     if auto.mode != "exit" or not slots:
@@ -190,28 +197,40 @@ def _modes(thresholds: Sequence[float]) -> list[GenerationConfig]:
 
 
 def chosen(auto: AutoMode) -> AutoMode:
-    """Returns `auto` with the fastest measured mode; full depth unless another is 2 % faster."""
-    speeds = {"lossless": auto.lossless_speedup or 0.0, "exit": auto.exit_speedup or 0.0}
+    """Returns `auto` with the fastest measured mode; full depth unless another is 2 % faster, and surely faster."""
+    exits = auto.exit_speedup or 0.0
+    surely = exits >= max(PAYS, 1 + 2 * auto.evidence.get(EXIT_ERROR, 0.0))
+    speeds = {"lossless": auto.lossless_speedup or 0.0, "exit": exits if surely else 0.0}
     best = max(speeds, key=lambda mode: speeds[mode])
     return replace(auto, mode=best if speeds[best] >= PAYS else "full")
 
 
-def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:
-    """Measures the decoding speed of mode exit with `thresholds` relative to full depth.
+def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> tuple[float, float]:
+    """Measures the decoding speed of mode exit with `thresholds` relative to full depth, and its standard error.
 
     The modes are interleaved token by token. Other programs delay single steps, so each step counts as the median of
-    the steps that ran equally many layers.
+    the steps that ran equally many layers. The error is of the mean over rounds, each with all prompts and other seeds.
     """
     modes, prompts = _modes(thresholds), shipped_prompts(engine)
     new_tokens = affordable_tokens(engine, modes, prompts)
-    steps: list[dict[int, list[float]]] = [{} for _ in modes]
-    for number in range(ROUNDS * len(prompts)):
-        decoded = _decode(engine, modes, prompts[number % len(prompts)], new_tokens, seed=number)
-        for classes, (times, layers) in zip(steps, decoded, strict=True):
-            for value, count in zip(times, layers, strict=True):
-                classes.setdefault(count, []).append(value)
-    costs = [sum(len(times) * median(times) for times in classes.values()) for classes in steps]
-    return costs[0] / costs[1]
+    all_steps: list[Steps] = [{} for _ in modes]
+    rounds: list[float] = []
+    started = time.perf_counter()
+    while len(rounds) < ROUNDS or time.perf_counter() - started < STEADY_SECONDS:
+        steps: list[Steps] = [{} for _ in modes]
+        for number, prompt in enumerate(prompts):
+            decoded = _decode(engine, modes, prompt, new_tokens, seed=len(rounds) * len(prompts) + number)
+            for mode, (times, layers) in enumerate(decoded):
+                for value, count in zip(times, layers, strict=True):
+                    steps[mode].setdefault(count, []).append(value)
+                    all_steps[mode].setdefault(count, []).append(value)
+        rounds.append(_ratio(steps))
+    return _ratio(all_steps), stdev(rounds) / sqrt(len(rounds))
+
+
+def _ratio(steps: Sequence[Steps]) -> float:
+    full, exits = (sum(len(times) * median(times) for times in classes.values()) for classes in steps)
+    return full / exits
 
 
 def affordable_tokens(engine: Engine, modes: Sequence[GenerationConfig], prompts: Sequence[list[int]]) -> int:

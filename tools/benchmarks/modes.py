@@ -222,7 +222,7 @@ def main() -> int:
     rows = measure(engines, prompts, options)
     depth = first.manifest.model.num_layers
     text = table(
-        ["bundle", "mode", "threshold", "changed tokens", "layer passes", "x full depth's speed"],
+        ["bundle", "mode", "threshold", "changed tokens", "layers per token", "speed over full depth"],
         [
             [
                 row.bundle,

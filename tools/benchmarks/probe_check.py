@@ -62,7 +62,7 @@ def measured(bundle: Path, forecast: Forecast, prompts: list[list[int]]) -> list
     engine = load(bundle, provider="cpu")
     auto = engine.auto
     if forecast.exit is not None and auto is not None and any(value < MAX_THRESHOLD for value in auto.thresholds):
-        rows.append(("exit", forecast.exit.speed, exit_speedup(engine, auto.thresholds)))
+        rows.append(("exit", forecast.exit.speed, exit_speedup(engine, auto.thresholds)[0]))
     if engine.manifest.drafter is not None:
         rows.append(("lossless, drafter", forecast.drafter, lossless(engine, prompts)))
     elif forecast.lossless is not None:
