@@ -131,7 +131,7 @@ def test_a_recipe_s_mistake_is_not_hidden_by_an_option(capsys, tmp_path):
         main(["calibrate", str(ROOT / "demo" / "demo-llama"), "-o", "x", "--recipe", str(recipe), "--min-layers", "4"])
         == 2
     )
-    assert f"recipe {recipe}: option min_layers" in capsys.readouterr().err
+    assert f"recipe {recipe}: min_layers must be" in capsys.readouterr().err
 
 
 def test_a_missing_recipe_lists_those_there(capsys, tmp_path, monkeypatch):
