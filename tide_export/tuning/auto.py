@@ -197,7 +197,7 @@ def _modes(thresholds: Sequence[float]) -> list[GenerationConfig]:
 
 
 def chosen(auto: AutoMode) -> AutoMode:
-    """Returns `auto` with the fastest measured mode; full depth unless another is 2 % faster, and surely faster."""
+    """Returns `auto` with the fastest measured mode; full depth unless another is surely 2 % faster."""
     exits = auto.exit_speedup or 0.0
     surely = exits >= max(PAYS, 1 + 2 * auto.evidence.get(EXIT_ERROR, 0.0))
     speeds = {"lossless": auto.lossless_speedup or 0.0, "exit": exits if surely else 0.0}
@@ -206,7 +206,7 @@ def chosen(auto: AutoMode) -> AutoMode:
 
 
 def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> tuple[float, float]:
-    """Measures the decoding speed of mode exit with `thresholds` relative to full depth, and its standard error.
+    """Returns mode exit's speed over full depth at `thresholds`, and its standard error.
 
     The modes are interleaved token by token. Other programs delay single steps, so each step counts as the median of
     the steps that ran equally many layers. The error is of the mean over rounds, each with all prompts and other seeds.
