@@ -25,6 +25,11 @@ def test_defaults_and_choices() -> None:
         ({"block_size": 48}, "block size 48 is none of 16, 32, 64, 128, 256"),
         ({"block_size": 512}, "block size 512"),
         ({"accuracy_level": 5}, "accuracy level 5 is none of 0, 1, 2, 3, 4"),
+        ({"budget": 3.0}, r"--bits 3 does not lie in 4.5..8: integers of 4 bits in blocks of 32 take 4.5 bits"),
+        ({"budget": 8.5}, r"--bits 8.5 does not lie in 4.5..8"),
+        ({"budget": float("nan")}, r"--bits nan does not lie in"),
+        ({"budget": 4.5, "block_size": 16}, r"--bits 4.5 does not lie in 5..8"),
+        ({"budget": 5.0, "symmetric": False}, "--bits is for weights int4 without zero points, not for --symmetric no"),
     ],
 )
 def test_values_out_of_range_are_named(given: dict, says: str) -> None:
@@ -39,6 +44,12 @@ def test_values_out_of_range_are_named(given: dict, says: str) -> None:
         (["--weights", "fp8"], "onnxruntime takes fp32, bf16, fp16, int8 or int4"),
         (["--weights", "int4", "--quantization", "hqq"], "'hqq' is none of rtn, gptq"),
         (["--weights", "int4", "--block-size", "33"], "block size 33 is none of"),
+        (["--weights", "int8", "--bits", "5"], "--bits is for weights int4 without zero points, not for int8"),
+        (["--bits", "5"], "--bits is for weights int4 without zero points, not for auto: omit one of the two"),
+        (
+            ["--weights", "int4", "--bits", "5", "--target", "tensorrt-rtx", "--no-engines"],
+            "--bits is for target onnxruntime, and tensorrt-rtx takes no mixture: omit it",
+        ),
         (["--block-size", "32"], "--block-size is for weights int8 and int4, not for auto"),
         (
             ["--weights", "fp16", "--target", "tensorrt", "--symmetric", "no"],

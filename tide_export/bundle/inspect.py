@@ -151,7 +151,8 @@ def _quantization(described: dict[str, Any]) -> str:
         return ""
     points = "" if used["symmetric"] else ", with zero points"
     blocks = f"blocks of {used['block_size']}{points}"
-    return f", {used['bits']} bits by {used['method']}, {blocks}, level {used['accuracy_level']}"
+    mean = "" if used.get("budget") is None else f"at most {used['budget']:g} bits a weight, "
+    return f", {mean}{used['bits']} bits by {used['method']}, {blocks}, level {used['accuracy_level']}"
 
 
 def _company(described: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ EXPORT_AGAIN = "export again (`tide-export export MODEL -o NEW --routers OLD/rou
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
 OMITTED = (
-    *("quantization", "remote_code", "auto", "kv_cache", "drafter"),
+    *("quantization", "quantization.budget", "remote_code", "auto", "kv_cache", "drafter"),
     *("model.kv_layers", "model.states", "model.lora", "model.loops"),
     *("networks.matrices", "engines.built", "auto.slots"),
     *("drafting.draft_costs", "drafting.verify_costs", "drafting.drafter_cost", "drafting.max_learned"),
@@ -74,6 +74,7 @@ class Quantization:
     block_size: int  # weights of one scale
     symmetric: bool  # without zero points
     accuracy_level: int  # MatMulNBits's: 0 the engine's choice, 1 float32, 2 float16, 3 bfloat16, 4 int8 matmuls
+    budget: float | None = None  # bits a weight of layers and head; None, and then not written: none was given
 
 
 @dataclass(frozen=True)
@@ -389,3 +390,4 @@ def _check_quantization(manifest: Manifest, require: Callable[[bool, str, str], 
     require(how.bits == bits, "quantization.bits", f"must be {bits} for weights {manifest.weights}")
     require(how.block_size in BLOCK_SIZES, "quantization.block_size", f"is none of {', '.join(map(str, BLOCK_SIZES))}")
     require(how.accuracy_level in range(5), "quantization.accuracy_level", "must lie in 0..4")
+    require(how.budget is None or 4 <= how.budget <= 8, "quantization.budget", "must lie in 4..8")

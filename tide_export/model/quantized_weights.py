@@ -174,7 +174,9 @@ class QuantizedWeights:
         """How they were quantized, for a router file; None: by the model's makers, so that they are as loaded."""
         if self.settings is None:
             return {"method": "fp8"}
-        return None if self.settings.method == SOURCE_INTEGERS else asdict(self.settings)
+        if self.settings.method == SOURCE_INTEGERS:
+            return None
+        return {name: value for name, value in asdict(self.settings).items() if value is not None}
 
 
 def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:

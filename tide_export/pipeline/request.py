@@ -51,7 +51,7 @@ class ExportRequest(Options):
             matrices in networks and graph (which stores fp8 as float32). "auto", for ONNX Runtime: the integers of a
             GPTQ or AWQ model; else bf16 or fp16 if that is lossless and its operators are installed; else fp32,
             with "cuda" fp16.
-        quantization, block_size, accuracy_level, symmetric: options of int8 and int4 (see `quantize.settings`);
+        quantization, block_size, accuracy_level, symmetric, bits: options of int8 and int4 (see `quantize.settings`);
             accuracy_level also applies to the model's own integers.
         engines: build TensorRT plans; without, `plans.rebuild` can add them to the bundle.
         plugins: plugin library for plans of "tensorrt", or "none"; None: an installed one, if any.
@@ -86,6 +86,7 @@ class ExportRequest(Options):
     block_size: int | None = None
     accuracy_level: int | None = None
     symmetric: bool | None = None
+    bits: float | None = None
     engines: bool = True
     plugins: str | os.PathLike[str] | None = None
     overwrite: bool = False
@@ -142,7 +143,7 @@ class ExportRequest(Options):
     @property
     def quantization_settings(self) -> Quantization | None:
         return quantization_settings(
-            self.weights, self.quantization, self.block_size, self.accuracy_level, self.symmetric
+            self.weights, self.quantization, self.block_size, self.accuracy_level, self.symmetric, self.bits
         )
 
     @property
@@ -221,6 +222,8 @@ class ExportRequest(Options):
                 f"weights {self.weights!r} are for target onnxruntime alone: {self.flavour.name} takes fp32, fp16, "
                 "bf16, int4 or fp8"
             )
+        if self.network_target is not None and self.bits is not None:
+            raise ConfigError(f"--bits is for target onnxruntime, and {self.network_target} takes no mixture: omit it")
         if self.network_target is not None and self.symmetric is False:
             raise ConfigError(f"--symmetric no is for target onnxruntime: {self.network_target} takes no zero points")
         if self.flavour is None and self.weights not in (AUTO, *WEIGHTS):

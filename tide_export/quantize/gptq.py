@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -109,6 +108,12 @@ def quantize_layer(
 def _run(layer: nn.Module, number: int, text: LayerInputs) -> torch.Tensor:
     args, kwargs = text.calls[number]
     return first_tensor(layer(text.hidden, *args, **kwargs))
+
+
+def head_hessian(source: SourceModel, texts: Sequence[LayerInputs]) -> torch.Tensor:
+    """Sums up the products of the head's inputs, [K, K], when `texts` are after the last layer."""
+    states = [source.normalize(text.hidden).flatten(0, -2).float() for text in texts]
+    return sum((rows.T @ rows for rows in states), torch.zeros(()))
 
 
 @contextmanager

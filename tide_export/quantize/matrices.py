@@ -45,6 +45,11 @@ class Matrix:
         """The number of columns, K."""
         return int(self._stored().shape[0 if self.transposed else 1])
 
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return self._stored().numel()
+
     def read(self) -> np.ndarray:
         """Returns a float32 copy, [N, K]."""
         stored = self._stored()

@@ -78,13 +78,12 @@ def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[
             last[:] = [inputs, rows.flatten(0, -2).double().square().sum(0).cpu()]
         squares[module] = squares.get(module, torch.zeros(())) + last[1]
 
-    length = min(LENGTH, source.context_length or LENGTH)
     with ExitStack() as hooks:
         for module in modules:
             if module is not head:
                 hooks.enter_context(module.register_forward_pre_hook(record))
         advance = hooks.enter_context(stage("measuring the inputs of the matrices", total=SEQUENCES // BATCH))
-        for ids in _random_tokens(source, length).split(BATCH):
+        for ids in random_tokens(source).split(BATCH):
             raw = source.raw_hidden(ids.to(source.device), [source.num_layers])[source.num_layers]
             if head in modules:
                 add(head, source.normalize(raw))
@@ -92,8 +91,9 @@ def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[
     return {module: found.numpy() for module, found in squares.items()}
 
 
-def _random_tokens(source: SourceModel, length: int) -> torch.Tensor:
-    """Returns token ids [SEQUENCES, length], none of which the config names: those may stand for an image."""
+def random_tokens(source: SourceModel) -> torch.Tensor:
+    """Returns token ids [SEQUENCES, LENGTH or less], none of which the config names: those may stand for an image."""
+    length = min(LENGTH, source.context_length or LENGTH)
     ids = torch.randint(source.vocab_size, (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
     configs = (source.model.config.to_dict(), source.text_config.to_dict())
     named = {value for config in configs for value in config.values() if isinstance(value, int)}

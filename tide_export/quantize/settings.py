@@ -10,6 +10,7 @@ QUANTIZED = tuple(BITS)
 CALIBRATED = ("gptq",)  # methods that read text
 METHODS = ("rtn", *CALIBRATED)
 DEFAULTS: dict[str, Any] = {"quantization": "rtn", "accuracy_level": INT8_MATMULS, "symmetric": True}
+MAX_BUDGET = 8
 DEFAULT_BLOCK_SIZES = {"int8": 64, "int4": 32}
 
 
@@ -19,6 +20,7 @@ def quantization_settings(
     block_size: int | None = None,
     accuracy_level: int | None = None,
     symmetric: bool | None = None,
+    budget: float | None = None,
 ) -> Quantization | None:
     """Returns the settings for `weights`, or None if they are not quantized.
 
@@ -32,6 +34,7 @@ def quantization_settings(
         accuracy_level: precision of matmuls, as in com.microsoft.MatMulNBits: 0 the engine's choice, 1 float32,
             2 float16, 3 bfloat16, 4 inputs rounded to 8 bits too.
         symmetric: without zero points.
+        budget: of int4: bits a weight of layers and head, scales included; None: 4 bits and outlier columns alone.
 
     Raises:
         ConfigError: a value is out of range, or an option of quantized weights is given for other weights.
@@ -44,6 +47,9 @@ def quantization_settings(
     }
     if accuracy_level is not None and accuracy_level not in range(5):
         raise ConfigError(f"accuracy level {accuracy_level} is none of 0, 1, 2, 3, 4")
+    if budget is not None and (weights != "int4" or symmetric is False):
+        other = weights if weights != "int4" else "--symmetric no"
+        raise ConfigError(f"--bits is for weights int4 without zero points, not for {other}: omit one of the two")
     if weights not in BITS:
         for name, value in options.items():
             if value is not None and (weights, name) != ("auto", "accuracy_level"):
@@ -55,10 +61,21 @@ def quantization_settings(
         raise ConfigError(f"quantization {chosen['quantization']!r} is none of {', '.join(METHODS)}")
     if chosen["block_size"] not in BLOCK_SIZES:
         raise ConfigError(f"block size {chosen['block_size']} is none of {', '.join(map(str, BLOCK_SIZES))}")
+    _check_budget(budget, chosen["block_size"])
     return Quantization(
         method=chosen["quantization"],
         bits=BITS[weights],
         block_size=chosen["block_size"],
         symmetric=chosen["symmetric"],
         accuracy_level=chosen["accuracy_level"],
+        budget=budget,
     )
+
+
+def _check_budget(budget: float | None, block_size: int) -> None:
+    least = 4 + 16 / block_size
+    if budget is not None and not least <= budget <= MAX_BUDGET:
+        raise ConfigError(
+            f"--bits {budget:g} does not lie in {least:g}..{MAX_BUDGET}: integers of 4 bits in blocks of {block_size} "
+            f"take {least:g} bits with their scales"
+        )

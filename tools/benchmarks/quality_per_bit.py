@@ -113,7 +113,9 @@ def _texts(options: argparse.Namespace) -> list[list[int]]:
     found = read_sequences(Documents(options.dataset), tokenizer, options.length, limit=4 * count)
     whole = [sequence.ids.tolist() for sequence in found if len(sequence.ids) == options.length][:count]
     if len(whole) < count:
-        raise SystemExit(f"--dataset {options.dataset}: holds {len(whole)} texts of {options.length} tokens, not {count}")
+        raise SystemExit(
+            f"--dataset {options.dataset}: holds {len(whole)} texts of {options.length} tokens, not {count}"
+        )
     return whole
 
 
