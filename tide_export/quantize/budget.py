@@ -1,6 +1,6 @@
-"""Chooses the format of each matrix of an int4 model under one budget of bits, by the divergence that rounding adds.
+"""Chooses the bits of each matrix of an int4 model under one budget, by the divergence that rounding adds.
 
-Formats are 4 bits, 4 bits with outlier columns (`quantize.outliers`), and 8 bits. To second order, the
+Each has 4 or 8. To second order, the
 KL divergence from the unrounded model is half the mean square of what the errors change in the logarithm of a drawn
 token's probability (Fisher information). With errors taken as independent, a weight adds half of: its squared error,
 times the mean square of its input, times that of the gradient at its output. Both are measured on random tokens, with
@@ -8,10 +8,9 @@ tokens drawn from the model's own distribution, so no text is needed. On models 
 within 10 % of the divergence measured, with those of text.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,27 +21,10 @@ from tide_export.common.progress import stage
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.source import SourceModel
 from tide_export.quantize.matrices import Matrix, find_matrices, own_head, parameter_names
-from tide_export.quantize.outliers import BATCH, FIRST, LAYER_SHARE, SEQUENCES, can_have, largest, random_tokens
+from tide_export.quantize.outliers import BATCH, FIRST, SEQUENCES, random_tokens
 from tide_export.quantize.rounding import Rounding, round_to_nearest
 
 SCALE_BITS = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Format:
-    """One way to store the matrices of the same inputs.
-
-    Attributes:
-        bits: 4 or 8.
-        outliers: the outlier columns, int64 [R]; None: there are none.
-        size: bits of the matrices, with scales.
-        divergence: what their errors add to it, in nats.
-    """
-
-    bits: int
-    outliers: np.ndarray | None
-    size: float
-    divergence: float
 
 
 @torch.enable_grad()
@@ -99,16 +81,14 @@ def measure(
     return means[0], means[1]
 
 
-def choose_formats(
-    source: SourceModel, settings: Quantization, rounding: Rounding = round_to_nearest
-) -> tuple[dict[int, np.ndarray], dict[int, int]]:
-    """Chooses the formats of layers and head for `settings.budget` bits a weight, scales included.
+def choose_bits(source: SourceModel, settings: Quantization, rounding: Rounding = round_to_nearest) -> dict[int, int]:
+    """Chooses 4 or 8 bits for layers and head, which take `settings.budget` bits a weight, scales included.
 
     Matrices of the same inputs get the same. Experts, and what no random token reaches, have 4 bits. A head that is
     tied to the embedding gets a matrix of its own, unless 8 bits are chosen, which the embedding has.
 
     Returns:
-        By `id` of the parameter: the outlier columns of those that have some, and the bits of each.
+        By `id` of the parameter: the bits of each.
 
     Raises:
         UnsupportedModelError: no gradient reaches one of the matrices.
@@ -116,97 +96,31 @@ def choose_formats(
     assert settings.budget is not None
     found, head = find_matrices(source), source.model.get_output_embeddings()
     matrices = {module: matrix for layer in found.linear for module, matrix in layer.items()}
-    weights = sum(matrix.size for layer in (*found.linear, *found.experts) for matrix in _of(layer))
     if type(head) is nn.Linear:
         matrices[head] = Matrix("head", head.weight)
-        weights += matrices[head].size
     inputs, gradients = measure(source, matrices)
     alike: dict[bytes, list[nn.Module]] = {}
     for module, squares in inputs.items():
         alike.setdefault(squares.tobytes(), []).append(module)
-    groups, options = list(alike.values()), list[list[Format]]()
+    gains = dict[nn.Module, float]()
     with stage("comparing formats of the matrices", total=len(inputs)) as advance:
-        for group in groups:
-            errors = [_errors(matrices[module], gradients[module], settings, rounding) for module in group]
-            size = sum(matrices[module].size for module in group)
-            first, second = (np.sum(part, 0) * inputs[group[0]] / 2 for part in zip(*errors, strict=True))
-            options.append(list(_formats(first, second, inputs[group[0]], size, settings)))
-            advance(len(group))
-    chosen = _within(options, weights, settings)
-    if head in inputs and next(c.bits for g, c in zip(groups, chosen, strict=True) if head in g) == settings.bits:
+        for module, squares in inputs.items():
+            weight = matrices[module].read()
+            errors = [np.square(rounding(weight, replace(settings, bits=n)).values() - weight) for n in (4, 8)]
+            gains[module] = float(gradients[module] @ (errors[0] - errors[1]).astype(np.float64) @ squares) / 2
+            advance(1)
+    experts = sum(matrix.size for layer in found.experts for matrix in layer)
+    weights = experts + sum(matrix.size for matrix in matrices.values())
+    left = weights * (settings.budget - 4 - SCALE_BITS / settings.block_size)
+    bits = dict.fromkeys(inputs, 4)
+
+    def size(group: list[nn.Module]) -> int:
+        return sum(matrices[module].size for module in group)
+
+    for group in sorted(alike.values(), key=lambda group: -sum(gains[module] for module in group) / size(group)):
+        if 4 * size(group) <= left:
+            left -= 4 * size(group)
+            bits |= dict.fromkeys(group, 8)
+    if bits.get(head) == 4:
         own_head(source)
-    outliers, bits = dict[int, np.ndarray](), dict[int, int]()
-    for group, form in zip(groups, chosen, strict=True):
-        for module in group:
-            bits[id(module.weight)] = form.bits
-            if form.outliers is not None:
-                outliers[id(module.weight)] = form.outliers
-    return outliers, bits
-
-
-def _of(layer: Mapping[nn.Module, Matrix] | list[Matrix]) -> list[Matrix]:
-    return list(layer.values()) if isinstance(layer, Mapping) else layer
-
-
-def _errors(
-    matrix: Matrix, gradients: np.ndarray, settings: Quantization, rounding: Rounding
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what rounding errs in each column, once rounded and with a second column, weighted by the gradients."""
-    weight = matrix.read()
-    first = weight - rounding(weight, settings).values()
-    second = first - rounding(first, settings).values()
-    return gradients @ np.square(first, dtype=np.float64), gradients @ np.square(second, dtype=np.float64)
-
-
-def _formats(
-    first: np.ndarray, second: np.ndarray, squares: np.ndarray, size: int, settings: Quantization
-) -> Iterator[Format]:
-    """Yields the formats of matrices of `size` weights, the smallest first.
-
-    Args:
-        first, second: the divergence that errors of each column add, [K], once rounded and with a second column; 8
-            bits err as the latter.
-        squares: of the inputs, [K].
-    """
-    scales = SCALE_BITS / settings.block_size
-    yield Format(4, None, size * (4 + scales), float(first.sum()))
-    if can_have(len(squares), settings):
-        outliers = largest(squares, settings, LAYER_SHARE)
-        left = float(first.sum() - (first - second)[outliers].sum())
-        yield Format(4, outliers, size * (4 + scales) * (1 + len(outliers) / len(squares)), left)
-    yield Format(8, None, size * (8 + scales), float(second.sum()))
-
-
-def _within(options: list[list[Format]], weights: int, settings: Quantization) -> list[Format]:
-    """Chooses one format of each list, whose sizes are within the budget.
-
-    Each is the best for its list at one price of a bit, the lowest that the budget allows; what is left goes to those
-    that lower the divergence most for their bits.
-    """
-    assert settings.budget is not None
-    chosen, low, high = [formats[0] for formats in options], -80.0, 0.0  # logarithms of prices to base 2, nats a bit
-    least = sum(form.size for form in chosen)
-    room = weights * (settings.budget - 4 - SCALE_BITS / settings.block_size)
-    for _ in range(40):
-        price = (low + high) / 2
-        tried = [min(formats, key=partial(_cost, 2**price)) for formats in options]
-        if sum(form.size for form in tried) - least <= room:
-            chosen, high = tried, price
-        else:
-            low = price
-    left = room - sum(form.size for form in chosen) + least
-    while True:
-        best, place, most = None, 0, 0.0
-        for number, (now, formats) in enumerate(zip(chosen, options, strict=True)):
-            for form in formats:
-                more = form.size - now.size
-                if 0 < more <= left and (gain := (now.divergence - form.divergence) / more) > most:
-                    best, place, most = form, number, gain
-        if best is None:
-            return chosen
-        left -= best.size - chosen[place].size
-        chosen[place] = best
-
-
-def _cost(price: float, form: Format) -> float:
-    return form.divergence + price * form.size
+    return {id(module.weight): chosen for module, chosen in bits.items()}

@@ -2,7 +2,7 @@
 
 Head and embedding get 8 bits: rounding them to 4 costs more perplexity than rounding a third of the layers. A head with
 outlier columns (`quantize.outliers`) has 4, and a matrix of its own where it was tied to the embedding. With a budget,
-`quantize.budget` chooses the format of each matrix.
+`quantize.budget` chooses the bits of each matrix.
 """
 
 import logging
@@ -17,7 +17,7 @@ from tide_export.common.progress import stage
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.quantized_weights import Blocks, QuantizedWeights
 from tide_export.model.source import SourceModel
-from tide_export.quantize.budget import choose_formats
+from tide_export.quantize.budget import choose_bits
 from tide_export.quantize.gptq import compensate, head_hessian, quantize_layer, record_layer_inputs
 from tide_export.quantize.matrices import Matrix, find_matrices
 from tide_export.quantize.outliers import find_outliers, round_with_outliers
@@ -50,7 +50,7 @@ def quantize_model(
     """
     outliers, bits = dict[int, np.ndarray](), dict[int, int]()
     if settings.budget is not None:
-        outliers, bits = choose_formats(source, settings, rounding)
+        bits = choose_bits(source, settings, rounding)
     elif outside:
         outliers = find_outliers(source, settings)
         bits = dict.fromkeys(outliers, settings.bits)
