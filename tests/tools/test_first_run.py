@@ -65,7 +65,11 @@ def first_run(tmp_path: Path) -> FirstRun:
 
 @pytest.mark.parametrize(
     ("options", "flavour", "extras"),
-    [((), "tensorrt", "export,gpu"), (("-t", "tensorrt-rtx", "-m", "a/model"), "tensorrt-rtx", "export,rtx,cpu")],
+    [
+        ((), "tensorrt", "export,gpu"),
+        (("-t", "tensorrt-rtx", "-m", "a/model"), "tensorrt-rtx", "export,rtx,cpu"),
+        (("-t", "cuda"), "cuda", "export,cuda"),
+    ],
 )
 def test_every_step_runs_and_one_file_holds_what_it_said(
     first_run: FirstRun, options: tuple[str, ...], flavour: str, extras: str
@@ -73,12 +77,13 @@ def test_every_step_runs_and_one_file_holds_what_it_said(
     done = first_run(*options)
     assert done.returncode == 0, done.stderr
     report = first_run.report
-    assert list(report) == [*STEPS, "bench-host", "trtexec"]
+    steps = [step for step in STEPS if flavour != "cuda" or step not in ("build", "compare")]
+    assert list(report) == [*steps, "bench-unrecorded" if flavour == "cuda" else "bench-host", "trtexec"]
     for name, outcome in report.items():
         assert outcome.startswith("not run" if name == "trtexec" and flavour != "tensorrt" else "passed in"), name
     with tarfile.open(first_run.out / "first_run.tgz") as archive:
         names = archive.getnames()
-        assert {f"first_run/{step}.txt" for step in STEPS} < set(names)
+        assert {f"first_run/{step}.txt" for step in steps} < set(names)
         assert not [name for name in names if "bundle" in name or "venv" in name]
     assert done.stdout.splitlines()[-1].startswith(str(first_run.out / "first_run.tgz"))
     (install,) = (words for words in first_run.called("python") if "install" in words)
@@ -87,6 +92,12 @@ def test_every_step_runs_and_one_file_holds_what_it_said(
 
 
 def test_the_commands_are_ones_that_tide_export_takes(first_run: FirstRun) -> None:
+    assert first_run("-t", "cuda").returncode == 0
+    commands = first_run.called("tide-export")
+    assert [words[0] for words in commands] == ["export", "inspect", "validate", "bench", "bench"]
+    for words in commands:
+        build_parser().parse_args(words)
+    first_run.calls.unlink()
     assert first_run("-m", "a/model").returncode == 0
     commands = first_run.called("tide-export")
     assert [words[0] for words in commands] == ["export", "build", "inspect", "validate", "bench", "bench"]
@@ -129,7 +140,7 @@ def test_a_step_that_fails_is_recorded_and_the_others_go_on(
 def test_what_it_does_not_know_is_refused_with_its_usage(first_run: FirstRun, options: tuple[str, ...]) -> None:
     done = first_run(*options)
     assert done.returncode == 2
-    assert "sh tools/checks/first_run.sh [-t tensorrt|tensorrt-rtx]" in done.stderr
+    assert "sh tools/checks/first_run.sh [-t cuda|tensorrt|tensorrt-rtx]" in done.stderr
     assert not first_run.calls.exists()
 
 

@@ -12,12 +12,23 @@ from tide_export.bundle.file_names import EMBEDDING_FILE, SEGMENTS_FOLDER, SEGME
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.plan_fields import NetworksInfo
 from tide_export.bundle.profiles import BATCH_SIZE, run_sizes, state_rows
+from tide_export.compose.cut import Pieces, check_positions
+from tide_export.errors import UnsupportedModelError
 from tide_export.lower.tensorrt.shared_embedding import SharedEmbedding
 
 logger = logging.getLogger("tide_export")
 
 EXTERNAL_BYTES = 1024  # smaller tensors stay in the .onnx
 ALIGNMENT = 256  # bytes; of every address a network is given (cpp/src/segmented/device.h)
+
+
+def why_unbatched(pieces: Pieces) -> str | None:
+    """Returns why a run cannot take several sequences, None if it can."""
+    try:
+        check_positions(pieces)
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 #!/bin/sh
-# The first run of a bundle's TensorRT plans on your GPU, in one file to send back: none of this project has run yet.
-#   sh tools/checks/first_run.sh [-t tensorrt|tensorrt-rtx] [-m MODEL] [-o FOLDER]
-# Installs this checkout with TensorRT into a folder of its own, exports a small model, builds its plans, compares them
-# with ONNX Runtime and with the model, and times them, with exits, at full depth and by trtexec where it is installed.
+# The first run of a bundle's networks on your GPU, in one file to send back: neither ONNX Runtime's (cuda) nor TensorRT
+# plans of this project have run yet.
+#   sh tools/checks/first_run.sh [-t cuda|tensorrt|tensorrt-rtx] [-m MODEL] [-o FOLDER]
+# Installs this checkout with ONNX Runtime for CUDA or with TensorRT into a folder of its own, exports a small model, builds
+# its plans, compares them with ONNX Runtime on the CPU and with the model, and times them, with exits, at full depth and by
+# trtexec where it is installed; for cuda also without recordings.
 # Writes FOLDER/first_run.tgz (build/first_run): versions, the GPU's name, and what each step printed; nothing of the model.
 # It needs an NVIDIA GPU, Python 3.11, a C++ compiler and network; expect 15 GB and half an hour. A step that fails is recorded,
 # and the others go on, but for those that rest on it. Exit code 1: a step failed. PYTHON is the interpreter (python3).
@@ -11,7 +13,7 @@ cd "$(dirname "$0")/../.." || exit 2
 
 flavour=tensorrt model=HuggingFaceTB/SmolLM2-135M folder=build/first_run
 usage() {
-    sed -n '2,3p' "$0" | cut -c3- >&2
+    sed -n '2,4p' "$0" | cut -c3- >&2
     exit 2
 }
 while getopts t:m:o: option; do
@@ -22,7 +24,9 @@ while getopts t:m:o: option; do
     *) usage ;;
     esac
 done
+built=build plans=yes
 case $flavour in
+cuda) extras=export,cuda built=export plans= ;;
 tensorrt) extras=export,gpu ;;
 tensorrt-rtx) extras=export,rtx,cpu ;;
 *) usage ;;
@@ -80,15 +84,23 @@ step gpu - nvidia-smi
 step environment - "${PYTHON:-python3}" -m venv "$folder/venv"
 step install environment "$python" -m pip install --disable-pip-version-check ".[$extras]"
 step versions install "$python" -m pip freeze
-step export install "$tide" export "$model" -o "$bundle" --target "$flavour" --weights fp16 --no-engines --max-length 1024 \
+timed() { # STEP COMMAND...: bench, by the tide-export that COMMAND ends with
+    name=$1
+    shift
+    step "$name" "$built" "$@" bench "$bundle" --provider "$flavour" --prompt-tokens 64 --new-tokens 128
+}
+step export install "$tide" export "$model" -o "$bundle" --target "$flavour" --weights fp16 ${plans:+--no-engines} --max-length 1024 \
     --dataset calibration/text/python-stdlib.jsonl --calibration-samples 60
-step build export "$tide" build "$bundle" --plugins none
-step inspect build "$tide" inspect "$bundle"
-step compare build "$python" tools/checks/plans.py "$bundle"
-step validate build "$tide" validate "$bundle" --model "$model" --provider "$flavour"
-step bench build "$tide" bench "$bundle" --provider "$flavour" --prompt-tokens 64 --new-tokens 128
-step bench-host build env TIDE_HOST_DECIDES=1 "$tide" bench "$bundle" --provider "$flavour" \
-    --prompt-tokens 64 --new-tokens 128
+[ -z "$plans" ] || step build export "$tide" build "$bundle" --plugins none
+step inspect "$built" "$tide" inspect "$bundle"
+[ -z "$plans" ] || step compare build "$python" tools/checks/plans.py "$bundle"
+step validate "$built" "$tide" validate "$bundle" --model "$model" --provider "$flavour"
+timed bench "$tide"
+if [ -z "$plans" ]; then
+    timed bench-unrecorded env TIDE_CUDA_GRAPHS=0 "$tide"
+else
+    timed bench-host env TIDE_HOST_DECIDES=1 "$tide"
+fi
 if [ "$flavour" = tensorrt ] && command -v trtexec >/dev/null; then
     step trtexec build trtexec_times
 else

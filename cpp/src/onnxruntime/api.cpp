@@ -143,10 +143,11 @@ void SessionOptions::run_on_cuda(int gpu, void* stream, bool records) {
   std::unique_ptr<RawCuda, void (*)(RawCuda*)> const owner(
       options, [](RawCuda* owned) { functions().ReleaseCUDAProviderOptions(owned); });
   std::string const number = std::to_string(gpu), address = std::to_string(reinterpret_cast<std::uintptr_t>(stream));
-  char const* const keys[] = {"device_id", "use_tf32", "user_compute_stream", "enable_cuda_graph"};
+  // Without has_user_compute_stream it takes the default stream.
+  char const* const keys[] = {"device_id", "use_tf32", "has_user_compute_stream", "user_compute_stream", "enable_cuda_graph"};
   // TF32 rounds float32 factors to 10 bits, and it is the default.
-  char const* const values[] = {number.c_str(), "0", address.c_str(), records ? "1" : "0"};
-  require(functions().UpdateCUDAProviderOptions(options, keys, values, 4));
+  char const* const values[] = {number.c_str(), "0", "1", address.c_str(), records ? "1" : "0"};
+  require(functions().UpdateCUDAProviderOptions(options, keys, values, 5));
   try {
     require(functions().SessionOptionsAppendExecutionProvider_CUDA_V2(raw_, options));
   } catch (Exception const& error) {  // a library that it links to is missing

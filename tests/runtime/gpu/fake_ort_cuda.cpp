@@ -74,7 +74,8 @@ RawStatus* failed(std::string const& reason) {
 RawStatus* update(RawCuda*, char const* const* keys, char const* const* values, std::size_t count) {
   std::map<std::string, std::string> given;
   for (std::size_t i = 0; i < count; ++i) given[keys[i]] = values[i];
-  if (given.size() != 4 || given["device_id"] != std::getenv("FAKE_ORT_DEVICE") || given["use_tf32"] != "0") std::abort();
+  if (given.size() != 5 || given["device_id"] != std::getenv("FAKE_ORT_DEVICE") || given["use_tf32"] != "0") std::abort();
+  if (given["has_user_compute_stream"] != "1") std::abort();  // the provider would not read the next one
   runs_on = reinterpret_cast<tide::cuda::Stream>(std::strtoull(given["user_compute_stream"].c_str(), nullptr, 10));
   records = given["enable_cuda_graph"] == "1";
   return nullptr;

@@ -14,11 +14,10 @@ import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
 from tide_export.bundle.profiles import state_rows
-from tide_export.compose.cut import Pieces, check_positions, is_attention
+from tide_export.compose.cut import Pieces, is_attention
 from tide_export.compose.drafter_networks import DrafterPieces, compose_drafter_segment
 from tide_export.compose.segments import compose_choices, compose_segments
 from tide_export.compose.step_graph import LensWeights, RouterWeights
-from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import (
     FLOAT,
     HALF,
@@ -31,7 +30,7 @@ from tide_export.graph.rewriting import (
 )
 from tide_export.lower.cuda.attention import GroupQueryAttentionPass, check_attention
 from tide_export.lower.cuda.kernels import check_nodes
-from tide_export.lower.networks import Networks
+from tide_export.lower.networks import Networks, why_unbatched
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass
@@ -68,11 +67,7 @@ def networks_for_cuda(
     """
     _check_attentions(pieces)
     models = compose_segments(pieces, routers, lenses, capacity, state_rows(capacity))
-    unbatched, bounds = None, []
-    try:
-        check_positions(pieces)
-    except UnsupportedModelError as error:
-        unbatched = str(error)
+    unbatched, bounds = why_unbatched(pieces), []
     precision = _precision(weights)
     for name, model in models.items():
         bounds.append(max_gathering_tokens(model))

@@ -9,12 +9,12 @@ from itertools import pairwise
 
 from tide_export.bundle.plan_fields import FP8
 from tide_export.bundle.profiles import state_rows
-from tide_export.compose.cut import Pieces, check_positions, is_attention, number_of, sinks_and_bias
+from tide_export.compose.cut import Pieces, is_attention, number_of, sinks_and_bias
 from tide_export.compose.segments import compose_choices, compose_segments
 from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.rewriting import remove_unused, run_passes
-from tide_export.lower.networks import Networks
+from tide_export.lower.networks import Networks, why_unbatched
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, max_gathering_tokens
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass, check_weights
 from tide_export.lower.tensorrt.quantized_matmuls import QuantizedMatMulsPass
@@ -56,11 +56,7 @@ def networks_for_tensorrt(
     """
     check_operators(pieces)
     models = compose_segments(pieces, routers, lenses, capacity, state_rows(capacity))
-    unbatched, bounds = None, []
-    try:
-        check_positions(pieces)
-    except UnsupportedModelError as error:
-        unbatched = str(error)
+    unbatched, bounds = why_unbatched(pieces), []
     precision = [HalfPrecisionPass(weights)] if weights != "fp32" else []
     for model in models.values():
         run_passes(model, *precision, QuantizedMatMulsPass({} if quantized is None else quantized.blocks))
