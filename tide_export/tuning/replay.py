@@ -82,7 +82,7 @@ class Setting:
     max_learned: int | None = None
 
     def drafting(self, tuning: dict[str, Any] | None = None) -> Drafting:
-        """Returns the manifest's field for this setting; the runtime measures what its drafts cost where it runs."""
+        """Returns the manifest's field for this setting, without costs: the runtime measures them."""
         return Drafting(
             self.thresholds, self.max_drafts, self.prompt_lookup, tuning=tuning or {}, max_learned=self.max_learned
         )
@@ -185,7 +185,7 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
 
 
 def learned(checkpoints: int) -> Setting:
-    """Returns the setting that drafts by the bundle's drafter and prompt lookup, whose gain no recording tells."""
+    """Returns the setting of the bundle's drafter and prompt lookup, whose gain no recording tells."""
     return replace(off(checkpoints), prompt_lookup=LOOKUP, max_learned=max(DRAFTS), speedup=None)
 
 

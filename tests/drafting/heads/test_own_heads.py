@@ -1,6 +1,5 @@
 """MTP layers in the checkpoints of Qwen3-Next and Qwen3.5: found and read, as networks, and in bundles by default."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +111,8 @@ def test_one_that_pays_is_in_the_bundle(
     assert manifest.drafter is not None
     assert manifest.drafting is not None
     assert manifest.drafting.tuning["pays"]
-    assert manifest.drafting.drafter_cost is not None
-    cheap = replace(manifest.drafting, drafter_cost=0.01)  # beside a model that is not tiny
-    write_manifest(bundle, replace(eager(manifest), drafting=cheap))
+    assert manifest.drafting.drafter_cost is None, "measured where it runs"
+    write_manifest(bundle, eager(manifest))
     engine = load(bundle, provider="cpu", threads=1)
     assert (engine.auto.mode, engine.auto.lossless_speedup) == ("lossless", 1.5)
     given: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.8, "seed": 3, "stop_token_ids": []}
