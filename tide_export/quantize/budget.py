@@ -1,4 +1,4 @@
-"""Chooses the bits of each matrix of an int4 model under one budget, by the divergence that rounding adds.
+"""Chooses the bits of each matrix of an int4 model under one budget, by the divergence they add.
 
 Each has 4 or 8. To second order, the KL divergence from the unrounded model is half the mean square of what the errors
 change in the logarithm of a drawn token's probability (Fisher information). With errors taken as independent, a weight
@@ -80,7 +80,7 @@ def measure(
 
 
 def choose_bits(source: SourceModel, settings: Quantization, rounding: Rounding = round_to_nearest) -> dict[int, int]:
-    """Chooses 4 or 8 bits for layers and head, which take `settings.budget` bits a weight, scales included.
+    """Chooses 4 or 8 bits for layers and head: together `settings.budget` bits a weight, with scales.
 
     Matrices of the same inputs get the same. Experts, and what no random token reaches, have 4 bits. A head that is
     tied to the embedding gets a matrix of its own, unless 8 bits are chosen, which the embedding has.

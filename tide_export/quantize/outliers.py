@@ -92,7 +92,10 @@ def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[
 
 
 def random_tokens(source: SourceModel) -> torch.Tensor:
-    """Returns token ids [SEQUENCES, LENGTH or less], none of which the config names: those may stand for an image."""
+    """Returns token ids [SEQUENCES, LENGTH or less] without those that may stand for an image.
+
+    These are the ones that the config names.
+    """
     length = min(LENGTH, source.context_length or LENGTH)
     ids = torch.randint(source.vocab_size, (SEQUENCES, length), generator=torch.Generator().manual_seed(0))
     configs = (source.model.config.to_dict(), source.text_config.to_dict())

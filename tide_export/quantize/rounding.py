@@ -39,7 +39,7 @@ def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
 
 
 def least_squares(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Returns scales [N, n] of smaller squared errors than `scales`, by which the largest weight of a block is -8.
+    """Returns scales [N, n] of smaller squared errors than `scales`, which make the largest weight -8.
 
     For integers that each of several scales gives, the best scale has a closed form (`make_qx_quants` of llama.cpp).
 
