@@ -98,7 +98,7 @@ def test_what_is_not_recorded_is_run(
         (
             {"FAKE_ORT_MISSING": "libcublas.so.13: cannot open shared object file"},
             "ONNX Runtime cannot open its CUDA provider (libcublas.so.13: cannot open shared object file): pip install "
-            "'.[cuda]'",
+            "-e '.[cuda]' in the clone",
         ),
         ({"FAKE_CAPABILITY": "61"}, "GPU 1 has compute capability 6.1, and provider 'cuda' needs 7.5"),
         ({"FAKE_DRIVER": "1"}, "the GPU cannot be used: NVIDIA's driver is older than the CUDA runtime: update the"),
