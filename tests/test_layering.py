@@ -41,7 +41,8 @@ def test_the_init_of_a_folder_holds_one_docstring() -> None:
 
 def test_no_source_is_longer_than_400_lines() -> None:
     sources = [*structure.source_files(ROOT), *(ROOT / "tools").rglob("*.py")]
-    assert [path for path in sources if structure.count_lines(path) > structure.MAX_LINES] == []
+    written = [path for path in sources if not path.name.endswith(".ptx.h")]  # not compiled, as those are
+    assert [path for path in written if structure.count_lines(path) > structure.MAX_LINES] == []
 
 
 def checkout(folder: Path, **sources: str) -> Path:
