@@ -194,7 +194,7 @@ def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, net
         (("model", "num_layers"), 3.0, "field 'model.num_layers' must be a whole number, not 3.0"),
         (("model", "num_layers"), 0, "field 'model.num_layers' must be 1 or more"),
         (("model", "loops"), 0, "field 'model.loops' must be 1 or more, and divide num_layers"),
-        (("model", "loops"), 3, "field 'model.loops' must be 1 or more, and divide num_layers"),
+        (("model", "loops"), 2, "field 'model.loops' must be 1 or more, and divide num_layers"),
         (("model", "name"), None, "field 'model.name' must be a string"),
         (("model", "context_length"), 0, "field 'model.context_length' must be 1 or more"),
         (("model", "context_length"), "long", "field 'model.context_length' must be a whole number"),

@@ -81,7 +81,7 @@ def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> 
     """Checks ranges and agreement of the fields; `require` takes a condition, the field and the rule."""
     for name in ("num_layers", "hidden_size", "vocab_size"):
         require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
-    loops = model.loops or 1
+    loops = 1 if model.loops is None else model.loops
     even = loops >= 1 and model.num_layers % loops == 0
     require(even, "model.loops", "must be 1 or more, and divide num_layers")
     require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
