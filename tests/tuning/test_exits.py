@@ -60,9 +60,8 @@ def _measured_once(measurements: dict[Any, Measurement], monkeypatch: pytest.Mon
         return measurements[key]
 
     monkeypatch.setattr("tide_export.tuning.exits.measure_prompts", measure)
-    monkeypatch.setattr("tide_export.tuning.auto.NEW_TOKENS", 8)
-    monkeypatch.setattr("tide_export.tuning.auto.ROUNDS", 2)
-    monkeypatch.setattr("tide_export.tuning.auto.STEADY_SECONDS", 0.0)
+    for name, value in (("NEW_TOKENS", 8), ("ROUNDS", 2), ("STEADY_SECONDS", 0.0)):
+        monkeypatch.setattr(f"tide_export.tuning.auto.{name}", value)
 
 
 @pytest.fixture(scope="module")
