@@ -33,6 +33,7 @@ from tide_export.drafting.training import Trainer
 from tide_export.drafting.vocabulary import frequent_tokens
 from tide_export.errors import DraftError
 from tide_export.routers.drafter_weights import Drafter, Shape
+from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 
 logger = logging.getLogger("tide_export")
@@ -246,11 +247,10 @@ class Run:
         )
 
     def _speed(self, acceptance: tuple[float, ...]) -> float:
-        drafting = self._opened.manifest.drafting
-        if drafting is None:
+        if self._engine is None:
             return schedule.expected_speed(acceptance, DEFAULT_VERIFY_COSTS)
-        cost = schedule.DRAFT_COST if drafting.drafter_cost is None else drafting.drafter_cost
-        return schedule.expected_speed(acceptance, drafting.verify_costs, cost)
+        drafting = self._engine.resolved(GenerationConfig(mode="lossless"))["drafting"]
+        return schedule.expected_speed(acceptance, drafting["verify_costs"])
 
     def _log(self, total: float) -> None:
         if not self._processes.main or self._acceptance is None or self._trainer is None:

@@ -94,8 +94,8 @@ def choose_bits(source: SourceModel, settings: Quantization, rounding: Rounding 
     assert settings.budget is not None
     found, head = find_matrices(source), source.model.get_output_embeddings()
     matrices = {module: matrix for layer in found.linear for module, matrix in layer.items()}
-    if type(head) is nn.Linear:
-        matrices[head] = Matrix("head", head.weight)
+    if isinstance(head, nn.Linear):
+        matrices[head] = Matrix("head", head.get_parameter("weight"))
     inputs, gradients = measure(source, matrices)
     alike: dict[bytes, list[nn.Module]] = {}
     for module, squares in inputs.items():

@@ -197,7 +197,7 @@ class Engine {
   std::string const& provider() const;  // "cpu", "cuda", "tensorrt" or "tensorrt-rtx"
 
   // Returns how lossless mode drafts with these options, and what steps cost as it is known now; the first call may measure
-  // that (docs/guide/lossless.md).
+  // that (docs/guide/same-text-faster.md).
   Drafting drafting(GenerationConfig config = {}) const;
 
   // Returns mode "auto" on this provider for the prompts of a list or all slots of a scheduler. None: full depth.
