@@ -69,7 +69,15 @@ def test_every_field_of_a_request_has_an_option():
     options = vars(build_parser().parse_args(["export", MODEL, "-o", "x"]))
     assert {field.name for field in dataclasses.fields(ExportRequest)} - {"config"} <= options.keys()
     options = vars(build_parser().parse_args(["generate", MODEL, "--prompt", "x"]))
-    of_python = {"cache_salt", "detokenize", "logits_processor", "prompt_logprobs", "special_tokens", "states"}
+    of_python = {
+        "cache_salt",
+        "detokenize",
+        "logits_processor",
+        "prediction",
+        "prompt_logprobs",
+        "special_tokens",
+        "states",
+    }
     assert {field.name for field in dataclasses.fields(tide_export.GenerationConfig)} - of_python <= options.keys()
     options = vars(build_parser().parse_args(["tune", "x", "--dataset", "x"]))
     wanted = {field.name for request in REQUESTS.values() for field in dataclasses.fields(request)}

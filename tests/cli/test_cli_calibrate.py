@@ -125,7 +125,7 @@ def test_tides_strategy_for_kv_may_be_exact_alone(capsys, tmp_path, monkeypatch)
         assert _config(exact) == TideConfig(kv_cache_strategy="exact") == TideConfig()
         line = refused(capsys, command, MODEL, *output, "--kv-cache-strategy", "propagate")
         assert f"error: option kv_cache_strategy: {gone}: omit the option, or give exact" in line
-        assert "must be exact (got 'some')" in refused(capsys, command, MODEL, *output, "--kv-cache-strategy", "some")
+        assert "must be exact, not 'some'" in refused(capsys, command, MODEL, *output, "--kv-cache-strategy", "some")
         recipe.write_text('kv_cache_strategy = "propagate"\n')
         line = refused(capsys, command, MODEL, *output, "--recipe", recipe)
         assert f"recipe.toml: option kv_cache_strategy: {gone}" in line

@@ -129,7 +129,7 @@ def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
         (["--system", "Be brief."], "--system is for --chat"),
         (["--chat"], "takes no conversations, only text"),
         (["--provider", "abacus"], "provider"),
-        (["--provider", "tensorrt"], "holds no networks for provider 'tensorrt'"),
+        (["--provider", "tensorrt"], "holds no TensorRT plans: build them with"),
     ],
 )
 def test_bad_generation_options_are_one_line(demo_bundle: Path, capsys, options, says):

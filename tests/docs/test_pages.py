@@ -26,6 +26,7 @@ PARSED_ONLY = {
     "out/qwen": "made from that model",
     "model.Q4_K_M.gguf": "made by tests/model/test_gguf.py",
     "out/bf16": "run by tests/quantize on a smaller model",
+    "out/looped": "made by tests/model/test_train_looped.py",
     "out/int4": "run by tests/quantize: quantized blocks are traced anew each time",
 }
 ELSEWHERE = {
@@ -199,7 +200,7 @@ def test_options_named_in_the_documents_exist() -> None:
     """In a parser of the package, of a tool, or of the example in C++."""
     (found,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     assert found.choices.keys() == COMMANDS.keys()
-    sources = [*ROOT.glob("tools/**/*.py"), ROOT / "cpp" / "examples" / "options.cpp"]
+    sources = [*ROOT.glob("tools/**/*.py"), *ROOT.glob("demo/*.py"), ROOT / "cpp" / "examples" / "options.cpp"]
     known = [command.format_help() for command in found.choices.values()] + [path.read_text() for path in sources]
     options = set(re.findall(r"--[a-z][a-z-]+", "\n".join(known)))
     for document in DOCUMENTS:

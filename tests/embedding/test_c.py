@@ -57,7 +57,7 @@ def test_a_program_in_c(of: str, request: pytest.FixtureRequest, tiny_llama, eng
     depth = engine.manifest.model.num_layers
     assert done.stdout.splitlines() == [
         f"version {tide_export.__version__}",
-        "missing failed with 3: bundle 'nowhere' does not exist",
+        "missing failed with 3: bundle 'nowhere' does not exist: `tide-export export MODEL -o nowhere` makes one",
         "slots 1024",
         "stats 1",
         f"generated length {three}",

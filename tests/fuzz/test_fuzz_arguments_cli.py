@@ -67,7 +67,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     actions = [action for action in SUBPARSERS[command]._actions if action.option_strings]
     required = [action for action in actions if action.required]
     for action in [*required, *draw(st.lists(st.sampled_from(actions), max_size=4))]:
-        if "--debug" in action.option_strings or isinstance(action, argparse._HelpAction):
+        if {"--debug", "--help", "--help-all"} & {*action.option_strings}:
             continue
         words.append(draw(st.sampled_from(action.option_strings)))
         if action.nargs != 0 and draw(st.integers(0, 9)):

@@ -283,6 +283,6 @@ def test_sequences_that_cannot_be_batched_run_alone_and_a_warning_names_the_reas
     def refuse(pieces) -> None:
         raise UnsupportedModelError("it counts on")
 
-    monkeypatch.setattr(lowering, "check_positions", refuse)
+    monkeypatch.setattr("tide_export.lower.networks.check_positions", refuse)
     assert make().info(manifest).max_batch_size == 1
     assert "take one prompt at a time: it counts on" in caplog.text

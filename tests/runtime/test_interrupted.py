@@ -68,7 +68,7 @@ def assert_equal(stream: TokenStream, expected: Generation) -> None:
     assert stream.tokens == expected.tokens
     assert stream.finish_reason == expected.finish_reason
     counts = [
-        one.as_dict() | {"prefill_seconds": 0, "decode_seconds": 0, "tokens_per_second": 0}
+        {name: value for name, value in one.as_dict().items() if "second" not in name}
         for one in (stream.stats, expected.stats)
     ]
     assert counts[0] == counts[1]

@@ -36,6 +36,8 @@ std::size_t free_bytes() {
   return free;
 }
 
+}  // namespace
+
 // Lets ONNX Runtime record runs as CUDA graphs until that has taken what it may. It keeps recordings as long as sessions.
 class Recordings {
  public:
@@ -70,6 +72,8 @@ class Recordings {
   double seconds_ = 0;
   std::size_t bytes_ = 0;
 };
+
+namespace {
 
 class OrtNetwork final : public Network {
  public:
