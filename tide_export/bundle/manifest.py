@@ -90,7 +90,7 @@ DEFAULT_VERIFY_COSTS = (0.13, 0.18, 0.3, 0.54, 1.0)  # of 28 million parameters 
 
 @dataclass(frozen=True)
 class Drafting:
-    """How `lossless` mode drafts; chosen for speed by `draft`, `export` or `tune --mode lossless`, never for quality.
+    """How `lossless` mode drafts; chosen by `draft`, `export` or `tune --mode lossless` for speed alone.
 
     The costs are for `Engine.drafting_as`, and replace those that the runtime measures where it runs. Bundles of older
     releases hold costs, which it does not read.
