@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS
 from tide_export.drafting.target import Target
 
 VOCABULARY, WIDTH, EMBEDDING = 300, 64, 48
@@ -33,6 +34,10 @@ class StubEngine:
     def states_of(self, last: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         table = self.target.embeddings
         return torch.tanh(table[last] @ self.mixers[0] * 0.3 + table[before] @ self.mixers[1] * 0.2) * 3 + 0.5
+
+    def resolved(self, config):
+        assert config.mode == "lossless"
+        return {"drafting": {"verify_costs": DEFAULT_VERIFY_COSTS}}
 
     def generate(self, ids, config):
         assert config.mode == "full"

@@ -203,6 +203,7 @@ def test_shipped_prompts(model: Path, bundle, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_command_line(model: Path, bundle, prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (bundle.path / "tide.json").write_text("{}")  # the command line asks whether it is there
     words = ["draft", str(model), str(bundle.path), "--minutes", "0.05", "--prompts", prompts, "--vocabulary", "64"]
     assert main([*words, "--max-new-tokens", "8", "--json", "-q"]) == 0
     report = json.loads(capsys.readouterr().out)

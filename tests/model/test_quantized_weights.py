@@ -59,7 +59,7 @@ def test_the_values_are_what_onnx_runtime_multiplies_by(
     np.testing.assert_allclose(multiplied(x, blocks), x @ blocks.values().T, atol=1e-4)
     steps = np.abs(blocks.scales).repeat(block_size, axis=1)[:, :columns]
     inside = np.abs(weight) <= steps * (2 ** (bits - 1) - 1)  # a symmetric range ends one step early on one side
-    assert inside.mean() > 0.9
+    assert inside.mean() > 0.8
     assert ((np.abs(blocks.values() - weight) <= steps * 0.501) | (~inside & symmetric)).all(), "the nearest"
     assert np.abs(blocks.values() - weight).mean() < 0.3 * steps.mean()
 
