@@ -29,6 +29,12 @@ class Page:
         header, *rows = self.tables[table]
         return [row[header.index(name)].replace("\u202f", " ") for row in rows]
 
+    def row(self, table: int, name: str) -> list[str]:
+        """The cells beside a row's first cell, their narrow spaces made plain."""
+        rows = [[cell.replace("\u202f", " ") for cell in row] for row in self.tables[table]]
+        (found,) = [cells for first, *cells in rows if first == name]
+        return found
+
     def values(self, tag: str, name: str) -> list[str]:
         return [value for found, key, value in self.attributes if (found, key) == (tag, name)]
 

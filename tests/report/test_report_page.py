@@ -25,42 +25,45 @@ NASTY = "<script>alert('1')</script> & \"x\"</span></div>"
 
 def test_the_quality_table_is_what_was_measured(assessment, page):
     _, measured, _ = halves(assessment.evaluation)
-    assert page.column(0, "at most, of both") == ["no exits", "0.5 %", "1.0 %", "2.0 %", "5.0 %", "10.0 %"]
-    for row, choice in enumerate(investigate(assessment).choices, start=1):
+    bounds = ["0.5 %", "1.0 %", "2.0 %", "5.0 %", "10.0 %"]
+    assert page.column(0, "at most, of both") == ["no exits", *bounds]
+    assert page.row(0, "no exits") == ["-", "-", "12.00", "1.00x"]
+    assert page.row(1, "at most, of both") == bounds
+    for number, choice in enumerate(investigate(assessment).choices):
         outcome = measured.outcome(choice.outcome.thresholds)
         flops = assessment.costs.per_token(outcome, (3, 6, 9))
-
-        def cell(name, row=row):
-            return page.column(0, name)[row]
-
         change = outcome.change
-        assert cell("changed tokens") == f"{100 * change.changed:.1f} % ± {100 * change.changed_error:.1f} %"
-        assert cell("layers per token") == f"{outcome.layers:.2f}"
-        assert cell("layers saved") == f"{100 * (1 - outcome.layers / 12):.1f} %"
-        assert cell("compute per token") == f"{flops / 1e6:.3g} MFLOP"
-        assert cell("of full") == f"{100 * flops / 50.4e6:.1f} %"
-        assert cell("mean KL, nats") == f"{outcome.kl:.4f}"
-        shown = f"{100 * change.perplexity:+.1f} % ± {100 * change.perplexity_error:.1f} %"
-        assert cell("change of perplexity") == shown
-        shares = [f"{100 * share:.1f} %" for share in outcome.exit_shares]
-        assert [cell(f"leave after {c}") for c in (3, 6, 9)] == shares
+        assert page.row(0, bounds[number]) == [
+            f"{100 * change.changed:.1f} % ± {100 * change.changed_error:.1f} %",
+            f"{100 * change.perplexity:+.1f} % ± {100 * change.perplexity_error:.1f} %",
+            f"{outcome.layers:.2f}",
+            f"{50.4e6 / flops:.2f}x",
+        ]
+
+        def cell(name, number=number):
+            return page.row(1, name)[number]
+
+        for k, checkpoint in enumerate((3, 6, 9)):
+            share, shown = cell(f"leave after {checkpoint}, threshold").split(", ")
+            assert share == f"{100 * outcome.exit_shares[k]:.1f} %"
+            assert float(shown.replace("off", "1")) == pytest.approx(choice.outcome.thresholds[k], abs=6e-4)
         assert cell("run all 12") == f"{100 * (1 - sum(outcome.exit_shares)):.1f} %"
+        assert cell("layers saved") == f"{100 * (1 - outcome.layers / 12):.1f} %"
         assert cell("router efficiency") == f"{100 * choice.efficiency:.0f} %"
-        shown = cell("thresholds at 3, 6, 9").replace("off", "1").split(", ")
-        assert [float(t) for t in shown] == pytest.approx(choice.outcome.thresholds, abs=6e-4)
-    assert page.column(0, "layers per token")[0] == "12.00"
+        assert cell("compute per token") == f"{flops / 1e6:.3g} MFLOP"
+        assert cell("mean KL, nats") == f"{outcome.kl:.4f}"
 
 
 def test_the_routers_table(assessment, page):
     evaluation = assessment.evaluation
-    assert page.column(1, "checkpoint") == ["after 3", "after 6", "after 9"]
+    assert page.row(2, "checkpoint") == ["after 3", "after 6", "after 9"]
     for k in range(3):
         left, may = evaluation.scores[:, k] > 0.85, evaluation.labels[:, k]
-        assert page.column(1, "precision there")[k] == f"{100 * may[left].mean():.1f} %"
-        assert page.column(1, "recall there")[k] == f"{100 * left[may].mean():.1f} %"
-        assert page.column(1, "may leave (label)")[k] == f"{100 * may.mean():.1f} %"
+        assert page.row(2, "precision there")[k] == f"{100 * may[left].mean():.1f} %"
+        assert page.row(2, "recall there")[k] == f"{100 * left[may].mean():.1f} %"
+        assert page.row(2, "may leave (label)")[k] == f"{100 * may.mean():.1f} %"
         share = evaluation.outcome(assessment.thresholds).exit_shares[k]
-        assert page.column(1, "tokens that leave here")[k] == f"{100 * share:.1f} %"
+        assert page.row(2, "tokens that leave here")[k] == f"{100 * share:.1f} %"
 
 
 def test_the_record_is_all_there(assessment, page):
@@ -91,7 +94,7 @@ def test_nothing_comes_from_elsewhere(page):
 
 def test_every_picture_is_one_and_the_dark_ones_are_dark(page):
     light, dark = page.values("img", "src"), page.values("source", "srcset")
-    assert len(light) == len(dark) == 1 + 8 + 3 + 4
+    assert len(light) == len(dark) == 1 + 4 + 3 + 4
     for sources, is_light in ((light, True), (dark, False)):
         for source in sources:
             picture = imread(io.BytesIO(base64.b64decode(source.split(",")[1])), format="png")
@@ -187,7 +190,7 @@ def test_degenerate_cases_are_written(case, tmp_path, monkeypatch, request):
     }
     assert says.get(case, "At equal quality") in text
     checkpoints = len(assessment.evaluation.checkpoints)
-    assert len(found.values("img", "src")) == 1 + 8 + 3 + 1 + checkpoints
+    assert len(found.values("img", "src")) == 1 + 4 + 3 + 1 + checkpoints
 
 
 def test_the_exit_histogram_never_counts_the_last_layer(assessment):
@@ -208,10 +211,19 @@ def test_the_exit_histogram_never_counts_the_last_layer(assessment):
 def test_what_lenses_learned_is_drawn_where_there_are_some(assessment, page, unpictured, tmp_path):
     assert "What the lenses learned" not in page.text
     curve = {"tokens": [0, 500, 1000], "kl": [4.0, 2.0, 1.5], "may_exit": [0.1, 0.2, 0.25]}
-    report = {str(c): {"lens": {"used": c != 9, "curve": curve}} for c in (3, 6, 9)}
-    with_lenses = replace(assessment, provenance=assessment.provenance | {"report": report})
-    write_report(with_lenses, tmp_path / "r.html")
-    assert "What the lenses learned" in read(tmp_path / "r.html").text
+
+    def written(used):
+        report = {str(c): {"lens": {"used": c in used, "curve": curve}} for c in (3, 6, 9)}
+        with_lenses = replace(assessment, provenance=assessment.provenance | {"report": report})
+        write_report(with_lenses, tmp_path / "r.html")
+        return with_lenses, read(tmp_path / "r.html")
+
+    _, unused = written(())
+    assert "No lens gained enough" in unused.text
+    assert len(unused.values("img", "src")) == len(page.values("img", "src")), "flat curves show nothing"
+    with_lenses, found = written((3, 6))
+    assert "What the lenses learned" in found.text
+    assert len(found.values("img", "src")) == len(page.values("img", "src")) + 2
     axes = Figure().add_subplot()
     learning_panel(lens_reports(with_lenses), "kl")(axes, LIGHT)
     assert [line.get_ydata().tolist() for line in axes.lines] == [curve["kl"]] * 3

@@ -1,41 +1,65 @@
-"""Renders the report's tables as HTML: equal quality, the routers, and their calibration."""
+"""Renders the report's tables as HTML: equal quality, its choices, the routers, and their calibration."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tide_export.calibration.assessment import Assessment
-from tide_export.report.findings import Choice, Findings
-from tide_export.report.sentence import HEADLINE, saved_share
+from tide_export.report.findings import Findings
+from tide_export.report.sentence import HEADLINE, saved_share, speed
 from tide_export.report.wording import MISSING, change, escaped, flops, number, percent, threshold
-from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 
 def quality_table(assessment: Assessment, findings: Findings) -> str:
-    """Returns a table with one row per bound, and one for the model without exits."""
-    depth, checkpoints = assessment.evaluation.num_layers, assessment.evaluation.checkpoints
-    headers = [
-        "at most, of both", "changed tokens", "change of perplexity", "layers per token", "layers saved",
-        "router efficiency", "compute per token", "of full", "mean KL, nats",
-        *[f"leave after {c}" for c in checkpoints], f"run all {depth}",
-        f"thresholds at {', '.join(map(str, checkpoints))}",
-    ]  # fmt: skip
-    nothing_leaves = assessment.evaluation.outcome((MAX_THRESHOLD,) * len(checkpoints))
-    full = Choice(0.0, nothing_leaves, findings.full_flops, float("nan"))
-    rows = [["no exits", *_measured(full, findings.full_flops, depth), MISSING]]
+    """Returns a table with one row per bound, and one for the model without exits: what they change and gain."""
+    headers = ["at most, of both", "changed tokens", "change of perplexity", "layers per token", "expected speed"]
+    rows = [["no exits", MISSING, MISSING, number(assessment.evaluation.num_layers, 2), f"{number(1, 2)}x"]]
     for choice in findings.choices:
-        thresholds = ", ".join(map(threshold, choice.outcome.thresholds))
-        rows.append([percent(choice.epsilon), *_measured(choice, findings.full_flops, depth), thresholds])
+        changed = choice.outcome.change
+        rows.append(
+            [
+                percent(choice.epsilon),
+                f"{percent(changed.changed)} ± {percent(changed.changed_error)}",
+                f"{change(changed.perplexity)} ± {percent(changed.perplexity_error)}",
+                number(choice.outcome.layers, 2),
+                speed(findings, choice),
+            ]
+        )
     headline = 1 + [choice.epsilon for choice in findings.choices].index(HEADLINE)
     return html_table(headers, rows, headline)
 
 
+def choices_table(assessment: Assessment, findings: Findings) -> str:
+    """Returns a table with one column per bound: where its tokens leave, by which thresholds, and what that costs."""
+    depth, checkpoints = assessment.evaluation.num_layers, assessment.evaluation.checkpoints
+    headers = [
+        "at most, of both", *(f"leave after {c}, threshold" for c in checkpoints), f"run all {depth}", "layers saved",
+        "router efficiency", "compute per token", "mean KL, nats",
+    ]  # fmt: skip
+    columns = [
+        [
+            percent(choice.epsilon),
+            *(
+                f"{percent(share)}, {threshold(limit)}"
+                for share, limit in zip(choice.outcome.exit_shares, choice.outcome.thresholds, strict=True)
+            ),
+            percent(1 - sum(choice.outcome.exit_shares)),
+            percent(saved_share(choice, depth)),
+            percent(choice.efficiency, 0),
+            flops(choice.flops),
+            number(choice.outcome.kl, 4),
+        ]
+        for choice in findings.choices
+    ]
+    return _by_column(headers, columns)
+
+
 def routers_table(findings: Findings) -> str:
-    """Returns a table with one row per checkpoint."""
+    """Returns a table with one column per checkpoint."""
     headers = [
         "checkpoint", "changed tokens if all leave here", "may leave (label)", "mean score", "calibration error (ECE)",
         "default threshold", "precision there", "recall there", "tokens that leave here",
     ]  # fmt: skip
-    rows = [
+    columns = [
         [
             f"after {r.checkpoint}", percent(r.changed), percent(r.positive_rate), percent(r.mean_score),
             percent(r.reliability.error), threshold(r.threshold), percent(r.precision), percent(r.recall),
@@ -43,7 +67,7 @@ def routers_table(findings: Findings) -> str:
         ]
         for r, share in zip(findings.routers, findings.default.exit_shares, strict=True)
     ]  # fmt: skip
-    return html_table(headers, rows)
+    return _by_column(headers, columns)
 
 
 def record_tables(provenance: Mapping[str, Any]) -> str:
@@ -75,20 +99,10 @@ def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], headline: 
     return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
-def _measured(choice: Choice, full_flops: float, depth: int) -> list[str]:
-    outcome = choice.outcome
-    return [
-        f"{percent(outcome.change.changed)} ± {percent(outcome.change.changed_error)}",
-        f"{change(outcome.change.perplexity)} ± {percent(outcome.change.perplexity_error)}",
-        number(outcome.layers, 2),
-        percent(saved_share(choice, depth)),
-        percent(choice.efficiency, 0),
-        flops(choice.flops),
-        percent(choice.flops / full_flops),
-        number(outcome.kl, 4),
-        *map(percent, outcome.exit_shares),
-        percent(1 - sum(outcome.exit_shares)),
-    ]
+def _by_column(headers: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    """Returns a table whose first column is `headers`: what each row says."""
+    first, *rows = zip(headers, *columns, strict=True)
+    return html_table(first, rows)
 
 
 def _record(values: Mapping[str, Any]) -> str:

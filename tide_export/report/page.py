@@ -14,8 +14,14 @@ from tide_export.report import plots
 from tide_export.report.drafts import BEGIN, END
 from tide_export.report.examples import colours_css, legend, passage
 from tide_export.report.findings import Findings
-from tide_export.report.html_tables import lens_reports, quality_table, record_tables, routers_table
-from tide_export.report.sentence import HEADLINE, Verdict, default_sentence, saved_share, within
+from tide_export.report.html_tables import (
+    choices_table,
+    lens_reports,
+    quality_table,
+    record_tables,
+    routers_table,
+)
+from tide_export.report.sentence import HEADLINE, Verdict, default_sentence, speed, within
 from tide_export.report.theme import DARK, LIGHT
 from tide_export.report.wording import change, counted, escaped, flops, number, percent
 
@@ -54,17 +60,16 @@ def _top(assessment: Assessment, findings: Findings, verdict: Verdict, title: st
     depth = assessment.evaluation.num_layers
     choice = findings.choice(HEADLINE)
     tiles = [
-        (f"{number(choice.outcome.layers)} of {depth}", "layers per token"),
-        (percent(saved_share(choice, depth)), "layers saved"),
-        (percent(1 - choice.flops / findings.full_flops), "compute saved"),
+        (speed(findings, choice), "expected speed over full depth"),
         (percent(choice.outcome.change.changed), "changed tokens, measured"),
         (change(choice.outcome.change.perplexity), "change of perplexity"),
+        (f"{number(choice.outcome.layers)} of {depth}", "layers per token"),
     ]
     shown = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(what)}</span></li>" for value, what in tiles)
     advice = f'<p class="warn">{escaped(verdict.advice)}</p>' if verdict.advice else ""
     return (
-        f'<header><h1>{escaped(title)}</h1><p class="lead">{escaped(verdict.sentence)}</p>{advice}'
-        f'<ul class="tiles">{shown}</ul></header>'
+        f'<header><h1>{escaped(title)}</h1><p class="lead">{escaped(verdict.time)}</p>'
+        f'<ul class="tiles">{shown}</ul><p>{escaped(verdict.found)}</p>{advice}</header>'
         f'<p class="note">At the choice for {within(HEADLINE)}. Layers and compute are '
         "averages over single next-token predictions; the time they save is measured by "
         "<code>tide-export bench</code>, since tokens that go deep take the waiting ones along.</p>"
@@ -94,6 +99,8 @@ def _equal_quality(assessment: Assessment, findings: Findings) -> str:
     return (
         "<section><h2>At equal quality</h2>"
         f"<p>{escaped(how)}</p>{rough}{quality_table(assessment, findings)}"
+        "<p>Where their tokens leave, and what that costs:</p>"
+        f"{choices_table(assessment, findings)}"
         f'<p class="note">Changed tokens are the share of positions at which another token than full depth\'s is drawn '
         f"with the same noise at temperature {perfect.change.temperature:g} (0: another token is likeliest); the "
         "change of perplexity is that of full depth's own tokens. Errors are standard errors over documents. A perfect "
@@ -121,14 +128,11 @@ def _default(assessment: Assessment, findings: Findings) -> str:
 
 def _costs(assessment: Assessment, findings: Findings) -> str:
     panels = [
-        (plots.quality_panel(assessment, findings, "changed", "layers", close=True), "Changed tokens, close up"),
-        (plots.quality_panel(assessment, findings, "changed", "flops", close=True), "The same over compute"),
+        (plots.quality_panel(assessment, findings, "changed", "layers", close=True), "Changed tokens against layers"),
+        (plots.quality_panel(assessment, findings, "changed", "flops"), "Changed tokens against compute"),
+        (plots.quality_panel(assessment, findings, "perplexity", "layers"), "Change of perplexity against layers"),
+        (plots.quality_panel(assessment, findings, "kl", "layers"), "KL divergence against layers"),
     ]
-    names = {"changed": "Changed tokens", "kl": "KL divergence", "perplexity": "Change of perplexity"}
-    for quality, name in names.items():
-        for cost, against in (("layers", "layers"), ("flops", "compute")):
-            panel = plots.quality_panel(assessment, findings, quality, cost)
-            panels.append((panel, f"{name} against {against} per token"))
     return (
         "<section><h2>Quality against cost</h2>"
         "<p>Best thresholds: one per checkpoint, chosen on one half and measured on the other, from careful to "
@@ -154,8 +158,9 @@ def _convergence(assessment: Assessment) -> str:
 
 def _lenses(assessment: Assessment) -> str:
     reports = lens_reports(assessment)
-    if not reports:
-        return ""
+    if not any(report["used"] for report in reports.values()):
+        none = "No lens gained enough to be used: states exit unchanged at every checkpoint."
+        return f"<section><h2>Lenses</h2><p>{none}</p></section>" if reports else ""
     panels = [
         (plots.learning_panel(reports, "may_exit"), "Tokens that may exit, over the tokens lenses were fitted to"),
         (plots.learning_panel(reports, "kl"), "KL divergence, over the tokens lenses were fitted to"),

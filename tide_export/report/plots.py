@@ -239,7 +239,7 @@ def quality_panel(assessment: Assessment, findings: Findings, quality: str, cost
         axes.plot(x(perfect, False), y(perfect), "*", label="a perfect router", **_dot(theme.perfect, theme, 14))
         axes.set_xlim(0, 1.04 * full)
         _quality_axis(axes, quality, close)
-        axes.legend(loc="upper right" if quality == "changed" and not close else "upper left")
+        axes.legend(loc="lower left" if quality != "changed" else "upper left" if close else "upper right")
 
     return draw
 

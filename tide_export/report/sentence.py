@@ -34,14 +34,21 @@ class Verdict:
     Attributes:
         gains: whether exits save `WORTHWHILE` layers within `HEADLINE`.
         reason: the cause if they do not: `heads`, `late` or `routers`; else None.
-        sentence: one or two plain sentences.
+        time: the speed to expect.
+        found: one or two plain sentences on where that comes from.
         advice: advice if they do not; else empty.
     """
 
     gains: bool
     reason: str | None
-    sentence: str
+    time: str
+    found: str
     advice: str
+
+    @property
+    def sentence(self) -> str:
+        """All of it but the advice."""
+        return f"{self.time} {self.found}"
 
 
 def verdict(assessment: Assessment, findings: Findings) -> Verdict:
@@ -50,27 +57,27 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
     choice = findings.choice(HEADLINE)
     saved = saved_share(choice, depth)
     possible = 1 - findings.perfect.layers / depth
-    time = _time(assessment, choice)
+    time = _time(findings, choice)
     if saved >= WORTHWHILE:
         layers = choice.outcome.layers
-        sentence = (
+        found = (
             f"With at most {within(HEADLINE)}, {assessment.model} runs "
             f"{number(layers)} of {depth} layers per token{in_loops(layers, depth, loops)} "
             f"({percent(saved, 0)} fewer); a perfect router would run {number(findings.perfect.layers)} "
             f"(router efficiency {percent(choice.efficiency, 0)}). "
             f"Measured on text that the thresholds were not chosen on: {_changes(choice.outcome)}."
         )
-        return Verdict(True, None, f"{time} {sentence}", "")
+        return Verdict(True, None, time, found, "")
 
     reason = _reason(findings, possible)
     share = percent(saved) if saved >= 0.0005 else "none"
     cost = f"saves {share} of its {depth} layers"
-    sentence = (
+    found = (
         f"{assessment.model} does not gain from early exits as calibrated: with at most {within(HEADLINE)} "
         f"it {cost}, because {REASONS[reason]}. {_evidence(findings, reason, choice, possible)}"
         f"{_cheaper(findings, depth)}"
     )
-    return Verdict(False, reason, f"{time} {sentence}", ADVICE[reason])
+    return Verdict(False, reason, time, found, ADVICE[reason])
 
 
 def default_sentence(assessment: Assessment, findings: Findings) -> str:
@@ -101,12 +108,14 @@ def saved_share(choice: Choice, depth: int) -> float:
     return 1 - choice.outcome.layers / depth
 
 
-def _time(assessment: Assessment, choice: Choice) -> str:
-    """Returns the speed that a choice is expected to have, by its operations, which are its bytes too."""
-    costs = assessment.costs
-    full = costs.layer * assessment.evaluation.num_layers + costs.head
+def speed(findings: Findings, choice: Choice) -> str:
+    """Returns the speed over full depth that a choice should have, by its operations, which are its bytes too."""
+    return f"{number(findings.full_flops / choice.flops, 2)}x"
+
+
+def _time(findings: Findings, choice: Choice) -> str:
     return (
-        f"Expected in time: decoding at {number(full / choice.flops, 2)} times the speed of full depth with "
+        f"Decoding should run at {speed(findings, choice)} the speed of full depth with "
         f"{percent(choice.outcome.change.changed)} changed tokens, counting layers, head, routers and lenses; "
         "export measures it."
     )
