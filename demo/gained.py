@@ -34,7 +34,8 @@ def said(bundle: Path, rows: list[dict], picture: Path) -> str:
         f"{rows_of['full', '']['layers']:.0f} layers per token); lossless mode, which changes none: "
         f"{lossless['speedup']:.2f}x.\n"
         f"Without --mode, {sentence(open_bundle(bundle).manifest.auto)}.\n"
-        f"Picture: {picture}. Why: {bundle / 'report.html'}. What larger models gain: docs/measurements/modes.md"
+        f"Picture: {picture}. Why: {bundle / 'report.html'}. "
+        "What larger models gain: docs/measurements/modes-and-drafts.md"
     )
 
 

@@ -1,5 +1,5 @@
 // Copies of weights in the order in which a kernel reads them, in huge pages where the system has them, so that memory is
-// read up to 1.8 times as fast as in a mapped file (docs/measurements/quantized-weights.md).
+// read up to 1.8 times as fast as in a mapped file (docs/contributing/what-did-not-pay.md).
 #pragma once
 
 #include <cstddef>

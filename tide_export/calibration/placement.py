@@ -25,8 +25,8 @@ logger = logging.getLogger("tide_export")
 
 TOKENS = 4096  # for placing checkpoints
 CURVE_TOKENS = 1024  # for the curve in the report
-RECALL = 0.5  # low estimate of a router's share of exits among tokens that may exit; docs/measurements/routers.md
-BRANCH_COST = 0.012  # cost of a branch in the graph per token, as a share of all layers; docs/measurements/decode.md
+RECALL = 0.5  # of tokens that may exit, a router lets out this share at least: docs/measurements/modes-and-drafts.md
+BRANCH_COST = 0.012  # of a branch for a token, as a share of all layers: docs/measurements/modes-and-drafts.md
 
 
 @dataclass(frozen=True)

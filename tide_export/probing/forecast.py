@@ -21,10 +21,10 @@ from tide_export.tuning.measure import Measurement
 from tide_export.tuning.replay import best_setting, replay
 
 FOLDS = 4
-ACCEPTED = (0.40, 0.50, 0.60)  # of first drafts after 25 to 90 minutes: docs/measurements/learned-drafts.md
+ACCEPTED = (0.40, 0.50, 0.60)  # of first drafts after 25 to 90 minutes: docs/measurements/modes-and-drafts.md
 MAX_PENDING = 16  # a bundle's
 KV_TOKENS = 1024
-PROCESS_BYTES = 60_000_000  # of Python and the runtime: docs/measurements/memory.md
+PROCESS_BYTES = 60_000_000  # of Python and the runtime: docs/measurements/serving.md
 MACHINE = 0.05  # of a full-depth speed: what other runs on a quiet machine differ by, and a line over layers misses
 
 

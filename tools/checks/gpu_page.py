@@ -1,4 +1,4 @@
-"""Writes the results and figures of a `gpu_session` as a page, from which docs/measurements/gpu.md is made."""
+"""Writes the results and figures of a `gpu_session` as a page, for docs/measurements/beside-others.md."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 HEAD = """# On a GPU
 
-Written by `tools/checks/gpu_session.py` ([how](../guide/gpu-session.md)), which runs everything
+Written by `tools/checks/gpu_session.py` ([how](../contributing/gpu-session.md)), which runs everything
 that only a GPU can show; figures are copied as its steps recorded them."""
 NOTHING = """**Nothing has run on a GPU yet.** What follows is a rehearsal on a machine without one: each step that
 needs a GPU says why it was skipped. Times on the CPU, which others used too, show no more than that the steps run."""
