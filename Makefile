@@ -47,6 +47,7 @@ lint: $(VENV)/.tests
 	$(BIN)/mypy
 
 docs: $(VENV)/.tests
+	$(BIN)/python docs/generated.py
 	$(BIN)/python tools/checks/prose.py
 	$(BIN)/mkdocs build --strict
 

@@ -102,4 +102,5 @@ def test_a_sampler_s_option_is_in_four_files() -> None:
         "sampling.cpp",
         "config.py",
         "decoding.md",
+        "api.md",  # generated
     }

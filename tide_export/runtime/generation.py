@@ -17,10 +17,15 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "timeout"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities from the model's unchanged logits."""
+    """Log-probabilities from the model's unchanged logits.
 
-    logprob: float  # of the token
-    top: tuple[tuple[int, float], ...]  # (id, log-probability) of the most likely tokens, best first, then lowest id
+    Attributes:
+        logprob: the token's.
+        top: (id, log-probability) of the most likely tokens, best first, then lowest id.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
