@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -207,11 +208,13 @@ def test_options_named_in_the_documents_exist() -> None:
         assert set(re.findall(r"`(--[a-z][a-z-]+)", document.read_text())) <= options, name(document)
 
 
-@pytest.mark.parametrize(
-    ("page", "settings"), [("settings", "TideConfig"), ("adapt", "AdaptConfig"), ("draft", "DraftConfig")]
-)
-def test_every_setting_is_in_the_reference_with_its_default(page: str, settings: str) -> None:
-    text = (ROOT / "docs" / "reference" / f"{page}.md").read_text().partition("## `adapt.json`")[0]
+SETTINGS = {"TideConfig": "Text and memory", "AdaptConfig": "Training to exit", "DraftConfig": "Drafters", "": "Heads"}
+
+
+@pytest.mark.parametrize(("settings", "until"), list(pairwise(SETTINGS)))
+def test_every_setting_is_in_the_reference_with_its_default(settings: str, until: str) -> None:
+    page = (ROOT / "docs" / "reference" / "settings.md").read_text()
+    text = page.partition(f"## {SETTINGS[settings]}")[2].partition(f"\n## {SETTINGS[until]}")[0]
     rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", text, re.MULTILINE)
     written = {"none": None, "yes": True, "no": False}
     defaults = {setting: written.get(default, default) for setting, default in rows}
