@@ -156,7 +156,7 @@ def _quantization(described: dict[str, Any]) -> str:
 
 
 def _company(described: dict[str, Any]) -> str:
-    """Says whether logits have the same bits in any company (docs/reference/promises.md)."""
+    """Says whether logits have the same bits in any company (docs/contributing/verified.md)."""
     used = described["quantization"]
     if used is not None and used["accuracy_level"] != INT8_MATMULS:
         level = used["accuracy_level"]
