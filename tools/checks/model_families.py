@@ -49,14 +49,18 @@ PENDING = (1, 4, 16)
 
 INTRODUCTION = """# Model families
 
-Written by `python tools/checks/model_families.py`, which runs every row. {summary}
+Written by `python tools/checks/model_families.py`, which runs every row: {summary}
 
-A row is a tiny random float32 model ({layers} layers, checkpoints after {checkpoints}; 2 layers and one checkpoint
-from {further} on) with the features its family is known for (`tests/families.py`). Lines hold the family,
-the difference, features and notes. A number means that tokens and exit layers equal the Hugging Face model's at full
-depth and the reference rule's with exits and 1, 4 and 16 pending tokens; it is the largest difference of a logit
-relative to the largest logit. Prompts have 1, 2 and {longest} tokens, sliding windows {window}; {new} tokens are
-generated. TensorRT for RTX builds plans of all networks, without a GPU, unless the notes say otherwise.
+A row is a tiny random float32 model with the features its family is known for (`tests/families.py`): {layers} layers,
+checkpoints after {checkpoints}; from {further} on 2 layers, one checkpoint. No row is a published model. A number says:
+
+- **Equal**: tokens and exit layers are the Hugging Face model's at full depth, and the reference rule's with exits and 1,
+  4 and 16 pending tokens (prompts of 1, 2 and {longest} tokens, windows of {window}, {new} new tokens). It is the largest
+  difference of a logit relative to the largest logit.
+- **TensorRT for RTX** builds plans of all networks, without a GPU, unless the line ends with why not. Models with
+  recurrent states are for target onnxruntime alone ([why](../architecture/recurrent-states.md)).
+
+Family, difference, features, limits:
 
 ```text
 {table}
@@ -74,7 +78,7 @@ CLASSES = """
 
 `AutoModelForCausalLM` loads {count} classes. {built} have rows here; {equal} of them ({share:.1f} %) are exported and
 equal in all rows; of the {causal} that are causal language models on token ids, {causal_share:.1f} %. Without rows are
-{unbuilt}: {reasons}.
+{unbuilt}: {names} (`--classes` says why).
 """
 
 # What the sentence of a refused model says that is no causal language model on token ids.
@@ -83,15 +87,13 @@ NO_CAUSAL_MODEL = ("attends to later tokens", "cannot run on token ids alone")
 CLOSING = """
 ## What is not taken as it is
 
-- **Lengths.** Bundles hold sequences up to where longrope or dynamic scaling changes earlier tokens' angles, Llama 4
-  attends in blocks, or keys are chosen (DeepSeek V3.2, GLM 5, MiniMax M3, Qwen 4, Doge). `export` prints the length.
-- **Masks** are causal, a sliding window, or blocks of tokens; others are refused.
-- **Mixture of experts.** An expert that no token chose is not read (Llama 4 runs all, as transformers does). TensorRT
-  networks gather each token's experts, which [bounds a run](../guide/tensorrt.md). Experts with equal scores up to
-  rounding may be chosen differently; the check after export then fails, and `--no-validate` skips it.
+- **Lengths**: up to where longrope or dynamic scaling changes earlier tokens' angles, Llama 4 attends in blocks, or
+  keys are chosen (DeepSeek V3.2, GLM 5, MiniMax M3, Qwen 4, Doge). `export` prints the length.
+- **Masks**: causal, a sliding window, or blocks of tokens; others are refused.
+- **Experts**: one that no token chose is not read (Llama 4 runs all, as transformers does). Experts with equal scores
+  up to rounding may be chosen differently; the check after export then fails, and `--no-validate` skips it.
 - **Keys wider than values** (latent attention): both are stored at the wider width, decompressed.
-- **Recurrent states**: [which](../architecture/recurrent-states.md), for target onnxruntime alone.
-- Parts that cannot be found: [adapters](../guide/your-own-model.md#models-whose-parts-cannot-be-found).
+- **Parts that cannot be found**: [adapters](../guide/your-own-model.md#models-whose-parts-cannot-be-found).
 """
 
 Cells = tuple[str, str, str, str]
@@ -119,7 +121,8 @@ class Row:
 
     def cells(self) -> Cells:
         """Returns family, result, features ("-" for none) and notes."""
-        engines = "" if self.tensorrt_rtx == "yes" else f"TensorRT-RTX: {self.tensorrt_rtx}"
+        said = self.tensorrt_rtx == "yes" or self.tensorrt_rtx.endswith("keeps recurrent states")
+        engines = "" if said else f"TensorRT-RTX: {self.tensorrt_rtx}"
         return self.family, self.result, self.features or "-", "; ".join(filter(None, (self.note, engines)))
 
 
@@ -247,7 +250,7 @@ def classes(equal: Sequence[str], families: ModuleType) -> str:
     good = sum(set(found) <= set(equal) for found in built.values())
     refusals = [[families.FAMILIES[family].refused for family in found] for found in built.values()]
     causal = sum(not set(reasons) & set(NO_CAUSAL_MODEL) for reasons in refusals)
-    missing = {name: families.UNBUILT.get(name, "no row yet") for name in rows if name not in built}
+    missing = [name for name in rows if name not in built]
     return CLASSES.format(
         version=transformers.__version__,
         count=len(rows),
@@ -257,7 +260,7 @@ def classes(equal: Sequence[str], families: ModuleType) -> str:
         causal=causal,
         causal_share=100 * good / causal,
         unbuilt=len(missing),
-        reasons="; ".join(f"{name} ({why})" for name, why in missing.items()),
+        names=", ".join(missing),
     )
 
 
@@ -278,7 +281,7 @@ def page(rows: Sequence[Cells], families: ModuleType) -> str:
     width = max(len(row[0]) for row in rows)
     lines = [f"{row[0]:{width}}  {'  '.join(row[1:])}".rstrip() for row in rows if row not in refused]
     head = INTRODUCTION.format(
-        summary=f"{len(equal)} of {len(rows)} rows are exported and equal; {len(refused)} are [refused](#refused).",
+        summary=f"{len(equal)} of {len(rows)} are exported and equal; {len(refused)} are [refused](#refused).",
         table="\n".join(lines),
         layers=sizes.LAYERS,
         checkpoints=" and ".join(map(str, sizes.CHECKPOINTS)),
