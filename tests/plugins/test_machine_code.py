@@ -1,7 +1,7 @@
 """What nvcc makes of the kernel as it is shipped: registers and nothing on the stack, for every architecture, as
-docs/reference/kernel-resources.md lists them.
+plugins/README.md lists them.
 
-    PYTHONPATH=.:tests python tests/plugins/test_machine_code.py      writes that page anew
+    PYTHONPATH=.:tests python tests/plugins/test_machine_code.py      writes that table anew
 """
 
 import re
@@ -18,7 +18,7 @@ from native_builds import QUICK_ARCHITECTURES, ROOT, Builds, need
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120, 121)
 MAX_REGISTERS = 128  # of each of the 512 threads of a block: 65,536 registers a multiprocessor
-PAGE = ROOT / "docs" / "reference" / "kernel-resources.md"
+PAGE = ROOT / "plugins" / "README.md"
 TYPES = ("bfloat16", "float16", "float32")
 REPORT = re.compile(
     r"Compiling entry function 'tide_exit_(?P<type>\w+)' for 'sm_(?P<architecture>\d+)'"

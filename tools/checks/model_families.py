@@ -54,9 +54,9 @@ Written by `python tools/checks/model_families.py`, which runs every row: {summa
 A row is a tiny random float32 model with the features its family is known for (`tests/families.py`): {layers} layers,
 checkpoints after {checkpoints}; from {further} on 2 layers, one checkpoint. No row is a published model. A number says:
 
-- **Equal**: tokens and exit layers are the Hugging Face model's at full depth, and the reference rule's with exits and 1,
-  4 and 16 pending tokens (prompts of 1, 2 and {longest} tokens, windows of {window}, {new} new tokens). It is the largest
-  difference of a logit relative to the largest logit.
+- **Equal**: tokens and exit layers are the Hugging Face model's at full depth, and the reference rule's with exits and
+  1, 4 and 16 pending tokens (prompts of 1, 2 and {longest} tokens, windows of {window}, {new} new tokens). It is the
+  largest difference of a logit relative to the largest logit.
 - **TensorRT for RTX** builds plans of all networks, without a GPU, unless the line ends with why not. Models with
   recurrent states are for target onnxruntime alone ([why](../architecture/recurrent-states.md)).
 
