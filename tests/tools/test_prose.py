@@ -37,4 +37,4 @@ def test_a_quantity_has_one_name_and_the_glossary_defines_it() -> None:
     assert len(prose.words("A speed-up of 1.2x.", prose.IN_DOCUMENTS)) == 1
     glossary = (prose.ROOT / "docs" / "reference" / "glossary.md").read_text()
     for name in ("changed tokens", "layers per token", "speed over full depth"):
-        assert f"\n| {name} |" in glossary
+        assert f"\n- **{name}**: " in glossary
