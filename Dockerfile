@@ -1,4 +1,4 @@
-# The HTTP server on the CPU (docs/guide/scale.md):
+# The HTTP server on the CPU (docs/guide/scale-out.md):
 #   docker build -t tide_export .
 #   docker run -p 8000:8000 -v "$PWD/out/demo:/bundle:ro" tide_export --model-name demo --slots 8
 FROM python:3.11-slim

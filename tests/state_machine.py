@@ -2,7 +2,7 @@
 
 `StepMachine` draws the actions: sequences join, step, are rewound, fail and leave. A `Player` carries each out on all
 engines under test, and compares logits, exit layers, scores and counts with what the oracle and the rule of
-docs/architecture/lazy-depth.md and docs/guide/batches.md give.
+docs/architecture/lazy-depth.md and docs/guide/several-prompts.md give.
 """
 
 from collections import Counter

@@ -185,7 +185,7 @@ def test_automatic_precision_stays_what_it_was(
     assert [bf16 for _, bf16 in steps] == [fast is torch.bfloat16] * 5
 
 
-@pytest.mark.exhaustive  # docs/guide/early-exit-training.md calibrates such an output in make test
+@pytest.mark.exhaustive  # docs/guide/looped-and-trained.md calibrates such an output in make test
 def test_the_output_exports(trained, text: str, tmp_path: Path) -> None:
     settings = {"checkpoints": (1, 2), "min_layers": 1, "calibration_samples": 12, "calibration_length": 32}
     given = TideConfig(**settings, calibration_dataset=text, router_epochs=1, router_bottleneck_dim=8)

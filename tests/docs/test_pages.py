@@ -95,8 +95,10 @@ WITH_PYTHON = [page for page in [README, *GUIDE] if blocks(page, "python") and p
 
 @pytest.mark.parametrize("document", WITH_PYTHON, ids=name)
 def test_python_runs(document: Path, workplace: None, capsys) -> None:
+    """The blocks of a page one after the other, each with what those before it defined."""
+    scope = {"__name__": "__main__"}
     for code in blocks(document, "python"):
-        exec(compile(code, document.name, "exec"), {"__name__": "__main__"})
+        exec(compile(code, document.name, "exec"), scope)
         assert capsys.readouterr().out
 
 

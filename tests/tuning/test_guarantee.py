@@ -12,7 +12,7 @@ import tiers
 
 from tide_export.tuning.guarantee import best_bet, binomial_cdf, fixed_sequence_test, p_value, prompts_needed
 
-DOCS = (Path(__file__).parents[2] / "docs" / "guide" / "guarantee.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "guide" / "bound-on-change.md").read_text()
 TABLE = [
     [float(cell) for cell in line.strip("| ").split("|")] for line in DOCS.splitlines() if re.match(r"\| 0\.\d", line)
 ]

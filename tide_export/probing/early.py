@@ -2,7 +2,7 @@
 
 The quick lens is a ridge regression from the raw state at a checkpoint to that after the last layer, in closed form;
 it is fitted to some of the answers and measured on the others, in turn. On SmolLM2-135M it agrees with full depth
-about as often as a lens that `calibrate` fits to 100 times as many tokens (docs/guide/probe.md).
+about as often as a lens that `calibrate` fits to 100 times as many tokens (docs/guide/which-mode.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -190,7 +190,7 @@ class Engine:
 
         A list is decoded as a batch of up to 32 prompts of any lengths (on TensorRT and CUDA as many as the bundle's
         networks take); when one ends, the next takes its slot. Each prompt gets the tokens it would get alone, up to
-        rounding (docs/guide/batches.md).
+        rounding (docs/guide/several-prompts.md).
 
         Args:
             ids: one prompt, or a list of prompts (each a flat list or an integer array [S]).

@@ -1,7 +1,7 @@
 """`tide-export tune`: sets a bundle's exit thresholds with a guarantee, or its fastest drafting.
 
 Documents -> `prompts` -> `exits` (`measure` -> `choose` -> `guarantee`) or `lossless` (`measure` -> `replay` -> a
-measured comparison) -> `report` -> the bundle's manifest. docs/guide/guarantee.md states the guarantee.
+measured comparison) -> `report` -> the bundle's manifest. docs/guide/bound-on-change.md states the guarantee.
 """
 
 import os

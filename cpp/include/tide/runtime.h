@@ -222,8 +222,8 @@ class Engine {
 
   // Generates for each prompt of a list, and returns the generations in its order. Up to `max_batch_size` sequences of any
   // lengths are decoded at a time; when one ends, the next prompt takes its slot. Each gets the tokens that it would get
-  // alone with the same options, up to rounding (docs/guide/batches.md), and its own statistics, whose seconds are those of
-  // its steps.
+  // alone with the same options, up to rounding (docs/guide/several-prompts.md), and its own statistics, whose seconds
+  // are those of its steps.
   // (Bare braces around one token, `generate({5})`, fit both kinds of prompt and do not compile: name the type.)
   //
   // Throws GenerationError: as for one prompt.
