@@ -12,7 +12,7 @@ ROWS = re.findall(r"^- `.*(?:\n  .*)*", PAGE, re.MULTILINE)  # a message or seve
 
 def messages(row: str) -> list[str]:
     """Returns the messages of a row; none if it does not name what to do."""
-    quoted = re.match(r"- ((?:`[^`]+`,?\s+)*`[^`]+`): \S", row)
+    quoted = re.match(r"- ((?:`[^`]+`, )*`[^`]+`): \S", re.sub(r"\n +", " ", row))
     return re.findall(r"`([^`]+)`", quoted[1]) if quoted else []
 
 
@@ -60,5 +60,5 @@ def test_every_message_of_the_page_is_one_of_the_code(texts: list[str]) -> None:
 
 
 def test_every_row_names_messages_and_what_to_do() -> None:
-    assert len(ROWS) > 80
+    assert len(ROWS) > 70
     assert [row for row in ROWS if not messages(row)] == []
