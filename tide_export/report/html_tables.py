@@ -10,7 +10,7 @@ from tide_export.report.wording import MISSING, change, escaped, flops, number, 
 
 
 def quality_table(assessment: Assessment, findings: Findings) -> str:
-    """Returns a table with one row per bound, and one for the model without exits: what they change and gain."""
+    """Returns a table with one row per bound, and one for the model without exits."""
     headers = ["at most, of both", "changed tokens", "change of perplexity", "layers per token", "expected speed"]
     rows = [["no exits", MISSING, MISSING, number(assessment.evaluation.num_layers, 2), f"{number(1, 2)}x"]]
     for choice in findings.choices:
@@ -29,7 +29,7 @@ def quality_table(assessment: Assessment, findings: Findings) -> str:
 
 
 def choices_table(assessment: Assessment, findings: Findings) -> str:
-    """Returns a table with one column per bound: where its tokens leave, by which thresholds, and what that costs."""
+    """Returns a table with one column per bound: where tokens leave, by which thresholds, at what cost."""
     depth, checkpoints = assessment.evaluation.num_layers, assessment.evaluation.checkpoints
     headers = [
         "at most, of both", *(f"leave after {c}, threshold" for c in checkpoints), f"run all {depth}", "layers saved",

@@ -109,7 +109,7 @@ def saved_share(choice: Choice, depth: int) -> float:
 
 
 def speed(findings: Findings, choice: Choice) -> str:
-    """Returns the speed over full depth that a choice should have, by its operations, which are its bytes too."""
+    """Returns the speed over full depth to expect of a choice, by its operations (its bytes too)."""
     return f"{number(findings.full_flops / choice.flops, 2)}x"
 
 
