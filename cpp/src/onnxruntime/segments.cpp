@@ -1,12 +1,13 @@
 #include "onnxruntime/segments.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <iostream>
+#include <iterator>
 #include <map>
+#include <memory>
 #include <sstream>
-#include <thread>
 #include <tuple>
 
 #include "names.h"
@@ -22,18 +23,13 @@ namespace {
 constexpr char const* kCudaProvider = "CUDAExecutionProvider";
 
 constexpr std::int64_t kMaxRecorded = 64;  // tokens of a slot: a run over more takes longer than its launches
-constexpr double kSeconds = 20;            // that recordings may take
-constexpr std::size_t kMebibyte = std::size_t{1} << 20, kMebibytes = 512;  // and memory, unless the environment says other
+constexpr double kSeconds = 20;           // that recordings may take
 
-std::size_t budget() {
-  char const* const given = std::getenv("TIDE_CUDA_GRAPHS");
-  return given == nullptr || *given == '\0' ? kMebibytes : std::strtoull(given, nullptr, 10);
-}
-
-std::size_t free_bytes() {
-  std::size_t free = 0, all = 0;
-  cuda::require(cuda::functions().MemGetInfo(&free, &all), "cudaMemGetInfo");
-  return free;
+// This thread's number; it is the owner's until the thread ends.
+std::shared_ptr<std::int64_t const> const& this_thread() {
+  static std::atomic<std::int64_t> threads{0};
+  thread_local auto const number = std::make_shared<std::int64_t const>(++threads);
+  return number;
 }
 
 }  // namespace
@@ -47,16 +43,16 @@ class Recordings {
   template <typename Work>
   void make(Work const& work) {
     auto const begin = std::chrono::steady_clock::now();
-    std::size_t const before = free_bytes();
+    std::size_t const before = cuda::free_bytes();
     work(++count_);
-    std::size_t const after = free_bytes();
+    std::size_t const after = cuda::free_bytes();
     seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     bytes_ += before - std::min(before, after);
-    if (seconds_ < kSeconds && bytes_ < most_ * kMebibyte) return;
+    if (seconds_ < kSeconds && bytes_ < most_) return;
     std::ostringstream taken;
     taken.precision(3);
-    taken << count_ << " took " << seconds_ << " s and " << bytes_ / kMebibyte << " MiB, of " << kSeconds << " s and " << most_
-          << " MiB (environment variable TIDE_CUDA_GRAPHS)";
+    taken << count_ << " took " << seconds_ << " s and " << (bytes_ >> 20) << " MiB, of " << kSeconds << " s and "
+          << (most_ >> 20) << " MiB (environment variable " << cuda::kBudget << ")";
     stop(taken.str());
   }
 
@@ -66,7 +62,7 @@ class Recordings {
   }
 
  private:
-  std::size_t const most_ = budget();
+  std::size_t const most_ = cuda::recordings_budget();
   bool open_ = most_ > 0;
   int count_ = 0;
   double seconds_ = 0;
@@ -88,9 +84,14 @@ class OrtNetwork final : public Network {
         bind(binding, addresses, tokens, batch_size);
         return execute(binding, kNone);
       }
-      auto const [entry, is_new] = runs_.try_emplace({std::this_thread::get_id(), tokens, batch_size, addresses}, session_);
+      auto const [entry, is_new] = runs_.try_emplace({*this_thread(), tokens, batch_size, addresses}, session_);
       Bound& bound = entry->second;
-      if (is_new) bind(bound.binding, addresses, tokens, batch_size);
+      if (is_new) {
+        bind(bound.binding, addresses, tokens, batch_size);
+        for (auto one = runs_.begin(); one != runs_.end();) {  // those of threads that have ended
+          one = one->second.thread.expired() ? runs_.erase(one) : std::next(one);
+        }
+      }
       if (!is_new && bound.graph == kNone && recordings_->open()) return record(bound);
       execute(bound.binding, bound.graph);
     } catch (Ort::Exception const& error) {
@@ -106,9 +107,10 @@ class OrtNetwork final : public Network {
     explicit Bound(Ort::Session& session) : binding(session) {}
     Ort::IoBinding binding;
     int graph = kNone;
+    std::weak_ptr<std::int64_t const> thread = this_thread();
   };
   // ONNX Runtime keeps recordings by thread.
-  using Key = std::tuple<std::thread::id, std::int64_t, std::int64_t, std::vector<std::byte*>>;
+  using Key = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::vector<std::byte*>>;
 
   void bind(Ort::IoBinding& binding, std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) {
     for (std::size_t i = 0; i < addresses.size(); ++i) {

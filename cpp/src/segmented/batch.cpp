@@ -62,6 +62,7 @@ std::vector<StepResult> SegmentedBatch::step(std::vector<SlotRequest> const& req
 
 std::vector<StepResult> SegmentedBatch::run_step(std::vector<SlotRequest> const& requests) {
   std::vector<Running> all = begin(requests);
+  buffers_->record_runs(true);
   for (Running& one : all) run_first_parts(one);
   bool const scores = all.size() == 1 && all[0].sequence->scores;
   bool const on_device = run_on_device(all, scores);
@@ -140,7 +141,10 @@ bool SegmentedBatch::run_on_device(std::vector<Running>& all, bool scores) {
                      one.request->verifies, one.ids});
     add_final_rows(one);
   }
-  if (!step.queue(slots, lengths_, compaction_threshold_, scores, rows_)) return false;
+  if (!step.queue(slots, lengths_, compaction_threshold_, scores, rows_)) {
+    buffers_->record_runs(!step.comes_again());
+    return false;
+  }
   queue_exit_states(all, 0);
   step.finish(rows_);
   for (Running& one : all) {

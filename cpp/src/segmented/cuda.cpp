@@ -1,5 +1,7 @@
 #include "segmented/cuda.h"
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <iterator>
@@ -59,6 +61,17 @@ void require_recorded(Error error, char const* call) {
   throw RecordingError(std::string("CUDA failed (") + call + "): " + reason_of(error));
 }
 
+std::size_t recordings_budget() {
+  char const* const given = std::getenv(kBudget);
+  return (given == nullptr || *given == '\0' ? std::size_t{512} : std::strtoull(given, nullptr, 10)) << 20;
+}
+
+std::size_t free_bytes() {
+  std::size_t free = 0, all = 0;
+  require(functions().MemGetInfo(&free, &all), "cudaMemGetInfo");
+  return free;
+}
+
 SharedStream::~SharedStream() {
   Relaxed const relaxed;
   functions().StreamDestroy(stream);
@@ -98,8 +111,9 @@ CudaDevice::CudaDevice(int gpu, bool records, std::function<void(std::string con
     : gpu_(gpu),
       shared_(shared == nullptr ? cuda::make_stream(gpu) : std::move(shared)),
       stream_(shared_->stream),
-      records_(records),
+      records_(records && cuda::recordings_budget() > 0),
       decides_(cuda::decides()),
+      budget_(cuda::recordings_budget()),
       log_(std::move(log)) {}
 
 CudaDevice::~CudaDevice() {
@@ -198,7 +212,7 @@ bool CudaDevice::seen_before(WorkKey const& key) {
   return false;
 }
 
-CudaDevice::Making::Making(CudaDevice& device, WorkKey const& key) : device_(device) {
+CudaDevice::Making::Making(CudaDevice& device, WorkKey const& key) : device_(device), free_(cuda::free_bytes()) {
   device.recorded_.push_back({key, ++device.recordings_});
   device.making_ = &device.recorded_.back();
 }
@@ -216,6 +230,8 @@ bool CudaDevice::Making::finish(bool& allowed, char const* what, std::function<c
   try {
     Recording& made = *device_.making_;
     made.graph = recorded();
+    made.bytes = free_ - std::min(free_, cuda::free_bytes());
+    device_.bytes_ += made.bytes;
     device_.index_[made.key] = std::prev(device_.recorded_.end());
   } catch (cuda::RecordingError const& error) {
     if (++device_.failures_ % kMaxFailures == 0) device_.stop(allowed, what, error.what());
@@ -228,11 +244,16 @@ bool CudaDevice::Making::finish(bool& allowed, char const* what, std::function<c
 
 void CudaDevice::end_recording(std::string const& reason) { stop(records_, kRuns, reason); }
 
-// Records nothing more of a kind, with one warning in the process, however many devices there are.
+// Records nothing more of a kind, and says so.
 void CudaDevice::stop(bool& allowed, std::string const& what, std::string const& reason) {
+  allowed = false;
+  warn_once(what, reason);
+}
+
+// Warns once in the process, however many devices there are.
+void CudaDevice::warn_once(std::string const& what, std::string const& reason) {
   static std::mutex mutex;
   static std::set<std::string> warned;
-  allowed = false;
   {
     std::lock_guard<std::mutex> const lock(mutex);
     if (!warned.insert(what).second) return;
@@ -286,10 +307,16 @@ cuda::GraphExec CudaDevice::instantiated(cuda::Graph graph) {
 }
 
 void CudaDevice::evict() {
-  while (recorded_.size() > kMaxGraphs) {
+  while (recorded_.size() > kMaxGraphs || (bytes_ > budget_ && recorded_.size() > 1)) {
+    if (bytes_ > budget_) {
+      warn_once("recordings of runs as CUDA graphs are given up",
+                "they take more than " + std::to_string(budget_ >> 20) + " MiB (environment variable " + cuda::kBudget + ")");
+    }
     synchronize();
-    index_.erase(recorded_.front().key);
-    require(cuda::functions().GraphExecDestroy(recorded_.front().graph), "cudaGraphExecDestroy");
+    Recording const& oldest = recorded_.front();
+    index_.erase(oldest.key);
+    bytes_ -= oldest.bytes;
+    require(cuda::functions().GraphExecDestroy(oldest.graph), "cudaGraphExecDestroy");
     recorded_.pop_front();
   }
 }

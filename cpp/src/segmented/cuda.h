@@ -2,7 +2,8 @@
 //
 // Work with a new key is queued, the second time queued and recorded (TensorRT requires a run between a change of shape and the
 // recording), and later replayed in one launch. Work of which the device chooses parts is recorded with switch nodes
-// (`choosing.cpp`). If recording fails repeatedly, the device queues every run instead, which is slower, and warns once.
+// (`choosing.cpp`). Recordings have a budget of memory: the least recently used are given up. If recording fails repeatedly,
+// the device queues every run instead, which is slower, and warns once.
 #pragma once
 
 #include <functional>
@@ -33,6 +34,14 @@ class RecordingError : public GenerationError {
 
 // The same for calls that record.
 void require_recorded(Error error, char const* call);
+
+constexpr char const* kBudget = "TIDE_CUDA_GRAPHS";  // environment variable: MiB that recordings may take; 0: none are made
+
+// Its bytes, by default 512 MiB.
+std::size_t recordings_budget();
+
+// Bytes of this thread's GPU that are free.
+std::size_t free_bytes();
 
 // A stream of one or several devices, which take turns to queue work on it.
 struct SharedStream {
@@ -86,6 +95,7 @@ class CudaDevice final : public Device {
   bool record(WorkKey const& key, std::function<ChosenWork()> const& work) override;
   void replay(WorkKey const& key) override;
   bool records() const override { return records_; }
+  bool decides() const override { return records_ && decides_; }
   void synchronize() override;
 
  private:
@@ -93,6 +103,7 @@ class CudaDevice final : public Device {
   struct Recording {
     WorkKey key;
     std::int64_t number;
+    std::size_t bytes = 0;  // of the GPU's memory, that making it took
     cuda::GraphExec graph = nullptr;
     std::vector<std::shared_ptr<void>> kept{};
   };
@@ -107,12 +118,14 @@ class CudaDevice final : public Device {
 
    private:
     CudaDevice& device_;
+    std::size_t const free_;  // before
   };
 
   std::unique_lock<std::recursive_mutex> use() const;
   bool replays(WorkKey const& key);
   bool seen_before(WorkKey const& key);
   void stop(bool& allowed, std::string const& what, std::string const& reason);
+  void warn_once(std::string const& what, std::string const& reason);
   void capture(std::function<void()> const& work, std::function<void()> const& begin, cuda::Graph* graph);
   cuda::Graph captured(std::function<void()> const& work);
   cuda::GraphExec instantiated(cuda::Graph graph);
@@ -124,6 +137,8 @@ class CudaDevice final : public Device {
   std::shared_ptr<cuda::SharedStream> shared_;
   cuda::Stream stream_ = nullptr;
   bool records_, decides_, recording_ = false;
+  std::size_t const budget_;    // bytes that recordings may take
+  std::size_t bytes_ = 0;       // that they take
   int failures_ = 0;            // of recordings
   std::int64_t recordings_ = 0;  // made so far
   Recording* making_ = nullptr;

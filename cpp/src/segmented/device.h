@@ -72,8 +72,9 @@ class Device {
   // Does what `record` has recorded.
   virtual void replay(WorkKey const&) {}
 
-  // Whether `launch` records work that comes again.
+  // Whether `launch`, and whether `record`, records work that comes again.
   virtual bool records() const { return false; }
+  virtual bool decides() const { return false; }
 
   // Waits until all queued work is done. Throws GenerationError: queued work has failed.
   virtual void synchronize() = 0;

@@ -9,7 +9,6 @@ namespace tide {
 namespace {
 
 constexpr std::size_t kMaxSlots = 1024;  // threads of a block
-constexpr std::int64_t kMaxTokens = 64;  // of a slot: a run over more, of a prompt, takes longer than its launch
 
 std::size_t pitch_of(std::size_t slots) {
   constexpr std::size_t kRow = kAlignment / sizeof(float);
@@ -50,11 +49,13 @@ DeviceStep::DeviceStep(SegmentBuffers& buffers)
 
 bool DeviceStep::queue(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
                        double compaction_threshold, bool scores, std::vector<HeadRow>& rows) {
+  comes_again_ = false;
   if (!device_.records() || rows.size() > static_cast<std::size_t>(buffers_.info().max_logits)) return false;
   if (!plan(slots, lengths)) return false;
   if (std::exchange(queued_, true)) device_.synchronize();  // a step that failed
   shape_.copies_scores = scores;
   head_ = buffers_.head().plan(rows);
+  head_.tokens = std::max(head_.tokens, std::min(static_cast<std::int64_t>(shape_.slots), buffers_.info().max_logits));
   std::int64_t const kind = static_cast<std::int64_t>(segments_ + names::kAfterSegments) + shape_.decides * 2 + scores;
   WorkKey const key = {kind, static_cast<std::int64_t>(shape_.start), static_cast<std::int64_t>(shape_.slots),
                        shape_.tokens, shape_.pending, head_.tokens, head_.fetched, head_.fetches()};
@@ -74,6 +75,7 @@ bool DeviceStep::queue(std::vector<DeviceRequest> const& slots, std::vector<std:
     fill({}, lengths, compaction_threshold, {});  // all slots are padding while it is recorded
     return work();
   });
+  comes_again_ = device_.decides();
   queued_ = recorded;
   if (!recorded) return false;
   fill(slots, lengths, compaction_threshold, rows);
@@ -83,13 +85,15 @@ bool DeviceStep::queue(std::vector<DeviceRequest> const& slots, std::vector<std:
 
 // Sets the shape of a step; returns whether it can be run in one launch.
 bool DeviceStep::plan(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths) {
-  shape_.start = slots.front().slot;
-  shape_.slots = slots.back().slot + 1 - shape_.start;
+  std::size_t block = 1;
+  while (slots.front().slot / block != slots.back().slot / block) block *= 2;
+  shape_.start = slots.front().slot / block * block;
+  shape_.slots = std::min(block, buffers_.slots() - shape_.start);
   shape_.decides = std::any_of(slots.begin(), slots.end(), [&](DeviceRequest const& one) { return is_open(one, lengths); });
   shape_.tokens = shape_.pending = 0;
   for (DeviceRequest const& one : slots) {
     shape_.tokens = std::max(shape_.tokens, power_of_two(one.total - lengths[0][one.slot]));
-    if (shape_.decides) shape_.pending = std::max(shape_.pending, one.max_pending);
+    if (shape_.decides && one.max_pending > 0) shape_.pending = std::max(shape_.pending, power_of_two(one.max_pending));
   }
   if (shape_.slots > kMaxSlots) return false;
   for (std::size_t k = 0; k < segments_; ++k) {

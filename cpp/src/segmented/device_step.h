@@ -1,8 +1,9 @@
 // Runs a step in one launch and one wait: runs of all segments and of the head, recorded together.
 //
 // If a token may exit, or some are pending, the device decides after each segment whether the next one runs and over how many
-// tokens (`step_decision.h`); otherwise it decides nothing, and no decision is copied. A run is over all slots between the
-// first and the last of the step; those that do not need it are padding.
+// tokens (`step_decision.h`); otherwise it decides nothing, and no decision is copied. So that there are few recordings, a run
+// is over the smallest block of 1, 2, 4, ... slots, at a multiple of that, with all slots of the step; those that do not need
+// it are padding.
 #pragma once
 
 #include <optional>
@@ -25,6 +26,8 @@ struct DeviceRequest {
 // May be used by one thread at a time.
 class DeviceStep {
  public:
+  static constexpr std::int64_t kMaxTokens = 64;  // of a slot: a run over more, of a prompt, takes longer than its launch
+
   // `buffers` must outlive it. Throws GenerationError: the device has not enough memory.
   explicit DeviceStep(SegmentBuffers& buffers);
 
@@ -38,6 +41,9 @@ class DeviceStep {
   // Throws GenerationError: the device has not enough memory, or failed.
   bool queue(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
              double compaction_threshold, bool scores, std::vector<HeadRow>& rows);
+
+  // Whether a step that was not queued is recorded when it comes again, so that its runs alone need not be.
+  bool comes_again() const { return comes_again_; }
 
   // Waits for it, and appends the head's results: one for a slot that has those of its exit. Throws GenerationError: a run
   // failed.
@@ -78,6 +84,7 @@ class DeviceStep {
   std::size_t const segments_, pitch_;  // elements by segment: an aligned row for every slot
   Block inputs_, outcomes_;
   bool queued_ = false;  // the queue may not have read `inputs_` yet
+  bool comes_again_ = false;
   Shape shape_{};
   Head::Plan head_{};
 };

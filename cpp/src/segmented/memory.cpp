@@ -177,12 +177,14 @@ void SegmentBuffers::launch(std::size_t k, std::size_t index, Run const& run, Ru
   bool const copied = verdict && k + 1 < segments_.size();
   WorkKey const key = {static_cast<std::int64_t>(k), static_cast<std::int64_t>(index),
                        static_cast<std::int64_t>(run.start()), batch_size, run.tokens, copied};
-  device_->launch(key, [&] {
+  auto const work = [&] {
     if (k == 0) buffers.inputs.upload(kIds, bytes_of(batch_size * run.tokens));
     if (k > 0) buffers.inputs.upload(kThreshold, slots * sizeof(float));
     run_network(k, run.start(), small, run.tokens, batch_size);
     if (copied) buffers.verdict.download(kFlags, slots * sizeof(std::int32_t));
-  });
+  };
+  if (run.tokens > DeviceStep::kMaxTokens || !records_runs_) return work();
+  device_->launch(key, work);
 }
 
 void SegmentBuffers::run_network(std::size_t k, std::size_t start, SmallAddresses const& small, std::int64_t tokens,

@@ -94,6 +94,9 @@ class SegmentBuffers {
   // Notes that the tokens of a slot before `length` may be written.
   void note_written(std::size_t slot, std::int64_t length) { written_[slot] = std::max(written_[slot], length); }
 
+  // Whether runs of segments are recorded from now on; those of long prompts never are.
+  void record_runs(bool records) { records_runs_ = records; }
+
   // Waits for all runs. Throws GenerationError: one of them failed.
   void wait();
 
@@ -162,6 +165,7 @@ class SegmentBuffers {
   std::vector<ExitStateRows> queued_;  // copied there one after the other
   std::vector<LastRun> last_run_;  // by slot
   std::unique_ptr<DeviceStep> device_step_;
+  bool records_runs_ = true;
 };
 
 }  // namespace tide

@@ -217,9 +217,9 @@ struct Copies {
   }
 };
 
-// One plan with its execution contexts on one device. One a profile runs what is not recorded. A run that is recorded has
-// one of its own, because a recording is of a context's state: TensorRT leaves undefined what it does once the context's
-// shapes or addresses have changed.
+// One plan with its execution contexts on one device. One a profile runs what is not recorded. Runs that are recorded have one
+// for each size and addresses, because a recording is of a context's state: TensorRT leaves undefined what it does once the
+// context's shapes or addresses have changed. All recordings with such a run share it.
 class TrtNetwork final : public Network {
  public:
   TrtNetwork(LoadedPlan const& plan, CudaDevice& device, Buffer memory, KernelCache const& kernels,
@@ -229,19 +229,15 @@ class TrtNetwork final : public Network {
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
     std::size_t const profile = pick_profile(plan_.profiles, tokens, batch_size);
     bool const recorded = device_.recording_number() != 0;
-    Context* context = recorded ? recorded_context({addresses, tokens, batch_size}) : contexts_[profile].get();
-    if (context == nullptr || !recorded) {
-      if (context == nullptr) {
-        auto const made = std::make_shared<Context>(new_context(profile));
-        if (recorded) {
-          device_.keep(made);
-          recorded_[{addresses, tokens, batch_size}] = made;
-        } else {
-          contexts_[profile] = made;
-        }
-        context = made.get();
-      }
-      set(*context->context, addresses, tokens, batch_size);
+    Arguments const arguments{addresses, tokens, batch_size};
+    std::shared_ptr<Context> context = recorded ? recorded_[arguments].lock() : contexts_[profile];
+    bool const is_new = context == nullptr;
+    if (is_new) context = std::make_shared<Context>(new_context(profile));
+    if (is_new || !recorded) set(*context->context, addresses, tokens, batch_size);
+    if (!recorded) contexts_[profile] = context;
+    if (recorded && !device_.recording()) {
+      recorded_[arguments] = context;
+      device_.keep(context);
     }
     if (!device_.recording() && !capturable(*context->context, stream())) {
       device_.end_recording(kTitle + " cannot record runs of " + plan_.spec.name);
@@ -256,14 +252,6 @@ class TrtNetwork final : public Network {
     std::unique_ptr<nvinfer1::IExecutionContext> context;
   };
   using Arguments = std::tuple<std::vector<std::byte*>, std::int64_t, std::int64_t>;
-
-  // The context of a run in the recording that is made; null: it has none yet.
-  Context* recorded_context(Arguments const& arguments) {
-    if (recording_ != device_.recording_number()) recorded_.clear();  // of another, which the device keeps
-    recording_ = device_.recording_number();
-    auto const found = recorded_.find(arguments);
-    return found == recorded_.end() ? nullptr : found->second.get();
-  }
 
   void set(nvinfer1::IExecutionContext& execution, std::vector<std::byte*> const& addresses, std::int64_t tokens,
            std::int64_t batch_size) const {
@@ -307,8 +295,7 @@ class TrtNetwork final : public Network {
   KernelCache const& kernels_;
   Copies const& copies_;
   std::map<std::size_t, std::shared_ptr<Context>> contexts_;  // by profile
-  std::int64_t recording_ = 0;                                // that is made, or was last
-  std::map<Arguments, std::shared_ptr<Context>> recorded_;    // its runs'
+  std::map<Arguments, std::weak_ptr<Context>> recorded_;      // which recordings keep
 };
 
 // All plans of a bundle, with the library's objects that they need.

@@ -25,6 +25,7 @@ using namespace Ort;
 extern "C" {
 int fake_ort_on_gpu = 0;  // descriptions of a GPU's memory
 long fake_ort_runs = 0, fake_ort_recordings = 0, fake_ort_replays = 0;
+long fake_ort_released = 0;  // bindings
 long fake_ort_waits = 0;  // less those of the stand-in itself
 }
 
@@ -134,7 +135,7 @@ RawStatus* bind_output(RawBinding* binding, char const* name, RawValue const* va
   bound[binding][name] = address;
   return real_functions().BindOutput(binding, name, value);
 }
-void release_binding(RawBinding*) {}  // queued runs use it
+void release_binding(RawBinding*) { ++fake_ort_released; }  // it stays: queued runs use it
 RawStatus* configure(RawRunOptions* of, char const* key, char const* value) {
   configured[of][key] = value;
   return nullptr;

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ class Counters:
         names = ("runs", "recordings", "replays", "waits")
         found = {name: ctypes.c_long.in_dll(self.library, f"fake_ort_{name}").value for name in names}
         return found | {"waits": found["waits"] + self.gpu.calls("cudaStreamSynchronize")}
+
+    def released_by_threads(self, engine: Engine, ids: list[int]) -> int:
+        """Bindings that are released while three threads generate and end, one after the other."""
+        released = ctypes.c_long.in_dll(self.library, "fake_ort_released")
+        before = released.value
+        for _ in range(3):
+            thread = threading.Thread(target=engine.generate, args=(ids,), kwargs={"mode": "full", "max_new_tokens": 4})
+            thread.start()
+            thread.join()
+        return released.value - before
 
     def of_a_token(self, engine: Engine, ids: list[int], options: dict[str, Any]) -> dict[str, float]:
         """Counts of one more token, once everything is recorded."""
@@ -66,4 +77,5 @@ if __name__ == "__main__":
     assert ctypes.c_int.in_dll(ctypes.CDLL(os.environ["TIDE_ONNXRUNTIME"]), "fake_ort_on_gpu").value
     counters = Counters(gpu)
     counted = {options["mode"]: counters.of_a_token(cuda, prompts[0], options) for options in settings[:2]}
-    print(json.dumps(counted | {"all": counters.read()}))
+    counted |= {"all": counters.read(), "released": counters.released_by_threads(cuda, prompts[0])}
+    print(json.dumps(counted))

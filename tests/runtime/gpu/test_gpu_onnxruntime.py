@@ -64,6 +64,7 @@ def test_tokens_are_those_of_the_cpu(thresholds: list[float], on_gpu) -> None:
     assert counted["full"] == {"runs": networks, "recordings": 0, "replays": networks, "waits": 1}
     assert 1 < counted["exit"]["waits"] <= len(thresholds) + 1
     assert 0 < counted["all"]["recordings"] < counted["all"]["replays"]
+    assert counted["released"] >= networks, "what is bound for a thread goes when it has ended"
 
 
 CPU_NODE = "this session cannot use the graph capture feature"

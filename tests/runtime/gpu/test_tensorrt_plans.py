@@ -4,6 +4,7 @@ stand-in refuses what TensorRT refuses, and overwrites its working memory."""
 import ctypes
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from ctypes import byref, c_int, c_void_p
 from dataclasses import replace
@@ -12,24 +13,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from bundles import with_manifest
 from caller_networks import CallersNetworks
 from fake_cudart import ALIGNMENT, FakeCudart
 from generations import PROMPTS, alone, exits, facts, together, tokens_of
+from judge import TEXT
 from tiny_engines import TinyLlama
 
 from tide_export.bundle.file_names import PLANS_FOLDER, plan_file
 from tide_export.bundle.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network
 from tide_export.bundle.opened import open_bundle
-from tide_export.bundle.plan_fields import PlansInfo, PluginsInfo, Profile
-from tide_export.bundle.profiles import profiles_for
+from tide_export.bundle.plan_fields import NetworksInfo, PlansInfo, PluginsInfo, Profile
+from tide_export.bundle.profiles import profiles_for, run_sizes
 from tide_export.bundle.store import write_manifest
 from tide_export.common.version import __version__
 from tide_export.errors import GenerationError, ProviderError
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.runtime.tensorrt import cudart as calls
 from tide_export.runtime.tensorrt import plans as opening
 
+CONTEXT_BYTES = 1 << 20  # that a context keeps, beside the working memory
 DTYPES = {dtype: name for name, dtype in TENSORRT_TYPES.items()}
 
 
@@ -72,6 +78,9 @@ class Context:
         self._addresses: dict[str, int] = {}
         self._last: tuple[int, int] | None = None
         self.changes = 0
+        functions, address = library.cudart.functions, c_void_p()
+        assert functions.cudaMalloc(byref(address), ctypes.c_size_t(CONTEXT_BYTES)) == 0, "out of memory"
+        weakref.finalize(self, functions.cudaFree, address)
 
     def set_device_memory(self, address: int, size: int) -> None:
         self.memory = address, size
@@ -186,9 +195,13 @@ class Library:
         self.cudart, self.networks = cudart, networks
         self.plugins: ctypes.CDLL | None = None
         self.copying = ""  # the network whose plugin does not work in place
+        self.build(info)
+
+    def build(self, info: NetworksInfo) -> None:
+        """Builds engines for runs of these sizes."""
         self.engines = {
             name: FoundEngine(self, spec, of_network(name, profiles_for(info), info))
-            for name, spec in networks.specs.items()
+            for name, spec in self.networks.specs.items()
         }
 
     def Runtime(self, log: Any) -> Any:
@@ -216,6 +229,11 @@ def built(tiny_llama: TinyLlama, library: Library, tmp_path: Path) -> Path:
     """A tiny Llama's bundle with engines."""
     folder = tmp_path / "bundle"
     shutil.copytree(tiny_llama.exact, folder)
+    return with_plans(folder, library)
+
+
+def with_plans(folder: Path, library: Library) -> Path:
+    """Adds engines to a bundle."""
     (folder / PLANS_FOLDER).mkdir()
     for name in library.engines:
         (folder / plan_file(name)).write_bytes(name.encode())
@@ -285,7 +303,7 @@ def test_the_contexts_of_a_set_of_buffers_share_one_working_memory(
     contexts = [context for found in library.engines.values() for context in found.contexts]
     assert len(contexts) > 8
     assert len({context.memory for context in contexts}) == 2
-    del engine
+    del engine, contexts
     assert library.cudart.allocated == before
 
 
@@ -321,3 +339,54 @@ def test_copies_that_the_builder_reported_are_told_again(built: Path, caplog: py
     load(built, provider="tensorrt", verify=False)
     sentence = "TensorRT copies buffers that segment_01 is to update in place: 8192 bytes in a run over one sequence"
     assert sentence in caplog.messages
+
+
+def requests_of_a_trace(thresholds: list[float]) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts of 1 to 39 tokens, for 4 to 39 more, in all modes and with several ways to choose tokens."""
+    random, exits = np.random.default_rng(60), {"threshold": thresholds, "min_layers": 0, "max_pending": 4}
+    kinds: list[dict[str, Any]] = [exits, exits, exits | {"temperature": 0.8, "top_k": 20}, exits | {"logprobs": 2}]
+    kinds += [{"mode": "full"}, {"mode": "lossless", "threshold": thresholds}]
+    return [
+        (
+            random.integers(0, len(TEXT), random.integers(1, 40)).tolist(),
+            kinds[random.integers(len(kinds))]
+            | {"max_new_tokens": int(random.integers(4, 40)), "seed": number, "stop_token_ids": []},
+        )
+        for number in range(80)
+    ]
+
+
+@pytest.mark.parametrize("budget", [None, 10])
+def test_a_serving_trace_keeps_few_contexts_and_recordings(
+    graph: Engine,
+    tiny_llama: TinyLlama,
+    library: Library,
+    cudart: FakeCudart,
+    thresholds: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int | None,
+) -> None:
+    """Of requests that come and go in eight slots. Without blocks of slots and contexts that recordings share there are
+    93 recordings and 612 contexts."""
+    if budget is not None:
+        monkeypatch.setenv("TIDE_CUDA_GRAPHS", str(budget))
+    info = open_bundle(tiny_llama.exact).manifest.networks
+    assert info is not None
+    wide = replace(info, **run_sizes(info.capacity, 16, 8)._asdict())
+    library.build(wide)
+    folder = with_plans(with_manifest(tiny_llama.exact, tmp_path, networks=wide), library)
+    engine, requests = load(folder, provider="tensorrt", verify=False), requests_of_a_trace(thresholds)
+    scheduler, random = engine.scheduler(SchedulerLimits(slots=8, prompt_tokens=40)), np.random.default_rng(61)
+    handles, most, before = list[Any](), Counter[str](), (cudart.objects, cudart.allocated)
+    while len(handles) < len(requests) or scheduler.running or scheduler.waiting:
+        arriving = int(random.integers(1, 4)) if random.random() < 0.25 else 0
+        handles += [scheduler.submit(ids, **options) for ids, options in requests[len(handles) :][:arriving]]
+        scheduler.step()
+        contexts = sum(len(found.contexts) for found in library.engines.values())
+        most |= Counter(contexts=contexts, recordings=cudart.objects - before[0], bytes=cudart.allocated - before[1])
+    print(f"budget {budget} MiB: {dict(most)}, {cudart.calls('cudaGraphLaunch')} launches")
+    for handle, (ids, options) in list(zip(handles, requests, strict=True))[::8]:
+        assert handle.result().tokens == graph.generate(ids, **options).tokens
+    assert most["recordings"] < (80 if budget is None else 40)
+    assert most["contexts"] < (120 if budget is None else 60)

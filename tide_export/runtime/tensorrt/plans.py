@@ -258,8 +258,9 @@ class TrtNetworks:
 class TrtNetwork:
     """Runs one plan on one stream.
 
-    One execution context per profile serves runs that are not recorded. Each recorded run has its own context, because
-    TensorRT does not define what a recording does after its context's shapes or addresses have changed.
+    One execution context per profile serves runs that are not recorded. Recorded runs have one per size and addresses,
+    because TensorRT does not define what a recording does after its context's shapes or addresses have changed; all
+    recordings with such a run share it.
     """
 
     def __init__(
@@ -278,7 +279,8 @@ class TrtNetwork:
         self._profiles, self._stream, self._memory, self._cache = profiles, stream, memory, cache
         self._copies = copies
         self._contexts: dict[int, Any] = {}  # by profile
-        self._recorded: dict[int, dict[_Arguments, Any]] = {}  # by recording
+        self._recorded: dict[_Arguments, Any] = {}
+        self._recordings: dict[_Arguments, set[int]] = {}  # those with a run of `_recorded`
 
     def run(
         self,
@@ -294,7 +296,7 @@ class TrtNetwork:
             GenerationError: no profile takes these tokens and sequences, or TensorRT failed.
         """
         profile, arguments = pick_profile(self._profiles, tokens, batch_size), (tokens, batch_size, *addresses.values())
-        contexts: dict[Any, Any] = self._recorded.setdefault(recording, {}) if recording else self._contexts
+        contexts: dict[Any, Any] = self._recorded if recording else self._contexts
         key = arguments if recording else profile
         context = contexts.get(key)
         if context is None or not recording:
@@ -304,6 +306,8 @@ class TrtNetwork:
                 self._require(context.set_input_shape(name, tensor.dims(tokens, batch_size)), f"the shape of {name}")
             for name in (*self._spec.inputs, *self._spec.outputs):
                 self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
+        if recording:
+            self._recordings.setdefault(arguments, set()).add(recording)
         records = captured or capturable(self._flavour, context, self._stream)
         self._require(context.execute_async_v3(self._stream), f"a run over {tokens} tokens")
         if self._copies is not None:
@@ -311,7 +315,10 @@ class TrtNetwork:
         return records
 
     def forget(self, recording: int) -> None:
-        self._recorded.pop(recording, None)
+        for arguments, recordings in list(self._recordings.items()):
+            recordings.discard(recording)
+            if not recordings:
+                del self._recordings[arguments], self._recorded[arguments]
 
     def _new_context(self, profile: int) -> Any:
         config = configure(self._flavour, self._library, self._plan, self._cache)
