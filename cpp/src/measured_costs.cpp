@@ -169,6 +169,13 @@ StepCosts read_costs(std::filesystem::path const& file, std::string const& key, 
 
 }  // namespace
 
+bool MeasuredCosts::are_assumed() {
+  char const* const variable = std::getenv(kCostsVariable);
+  if (variable == nullptr || *variable == '\0') return false;
+  if (variable == kAssumed) return true;
+  throw GenerationError(std::string(kCostsVariable) + " must be 'assumed' or not set, not '" + variable + "'");
+}
+
 MeasuredCosts::Found MeasuredCosts::now(Backend& backend) {
   if (!backend.process().is_this()) return {assumed_costs(backend.manifest()), kAssumed.data()};
   std::lock_guard<std::mutex> const finding(finding_);
@@ -189,11 +196,7 @@ MeasuredCosts::Found MeasuredCosts::now(Backend& backend) {
 MeasuredCosts::Found MeasuredCosts::find(Backend& backend) {
   Manifest const& manifest = backend.manifest();
   Found const assumed{assumed_costs(manifest), kAssumed.data()};
-  char const* const variable = std::getenv(kCostsVariable);
-  if (variable != nullptr && *variable != '\0') {
-    if (variable == kAssumed) return assumed;
-    throw GenerationError(std::string(kCostsVariable) + " must be 'assumed' or not set, not '" + variable + "'");
-  }
+  if (are_assumed()) return assumed;
   std::filesystem::path const folder = user_cache();
   if (how_ && !folder.empty()) {
     key_ = std::string(TIDE_EXPORT_VERSION) + "\n" + machine_name() + "\n" + backend.provider() + "\n" + *how_ + "\n";

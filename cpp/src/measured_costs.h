@@ -24,11 +24,15 @@ class MeasuredCosts {
     char const* source;  // "measured", "cache" of an earlier measurement, or "assumed"
   };
 
+  // Whether the user asked for costs that are assumed, so that the same is drafted each time. Throws GenerationError: the
+  // environment variable TIDE_DRAFT_COSTS is neither "assumed" nor empty.
+  static bool are_assumed();
+
   // Lets costs be kept in the user's cache. how: what they depend on beside the bundle and the machine: threads or GPU.
   void keep_as(std::string how) { how_ = std::move(how); }
 
-  // The costs as they are now. The first call measures them, unless the cache has them. Where no step can be run, or the
-  // environment variable TIDE_DRAFT_COSTS is "assumed", they are assumed. Throws GenerationError: it is something else.
+  // The costs as they are now. The first call measures them, unless the cache has them. Where no step can be run they are
+  // assumed. Throws what `are_assumed` does.
   Found now(Backend& backend);
 
   // As `CostCorrection`; nothing of costs that were never asked for, or are assumed.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bundle/store.h"
+#include "decoding/acceptance.h"
 #include "decoding/decoder.h"
 #include "decoding/drafts.h"
 #include "measured_costs.h"
@@ -100,6 +101,7 @@ class Backend {
   std::string const& provider() const { return provider_; }
   Process const& process() const { return process_; }
   MeasuredCosts& costs() { return costs_; }  // of its steps
+  Balances& balances() { return balances_; }    // of drafts
 
   // Starts the bundle's drafter for so many sequences; null: it has none that this backend runs. Must not outlive the
   // backend. Throws BundleError: it does not load or does not match the bundle.
@@ -124,6 +126,7 @@ class Backend {
   std::string provider_;
   Process process_;
   MeasuredCosts costs_;
+  Balances balances_;
 };
 
 // Opens a bundle with the provider of `options`. Throws ProviderError: the provider is unknown or cannot run this

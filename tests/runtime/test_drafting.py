@@ -71,11 +71,11 @@ def pending(early: int, count: int, draft_cost: float) -> list[int]:
 
 
 def test_early_exits_that_are_rejected_are_given_up_and_tried_again_later() -> None:
-    """Half a step may be lost at first, and a hundredth of a step with each token."""
-    made = pending(6, 300, draft_cost=0.4)
+    """0.65 of a step may be lost at first, and 0.0025 of a step with each token."""
+    made = pending(6, 600, draft_cost=0.4)
     assert made[:4] == [2, 0, 0, 0]
-    assert sum(made[4:104]) == 2
-    assert sum(pending(6, 300, draft_cost=0.9)[:200]) == 3
+    assert sum(made[4:404]) == 3
+    assert sum(pending(6, 600, draft_cost=0.9)[:400]) == 2
 
 
 def test_more_early_exits_are_pending_where_they_gain() -> None:

@@ -100,6 +100,27 @@ def test_drafts_stand_and_fall_and_are_counted(small_engine: Engine) -> None:
     assert stats.layer_tokens_run == 6 * positions
 
 
+def test_what_drafts_lose_is_bounded_over_all_requests(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine lets them lose half a step, 0.15 of a step more a request and 0.0025 of a step more a token."""
+    drafting = Drafting((ALWAYS, NEVER), 4, 0, draft_costs=(0.3, 0.9), verify_costs=DEFAULT_VERIFY_COSTS, tuning={})
+    count, tokens = 12, 40
+
+    def lost(engine: Engine) -> float:
+        """Steps, of requests one after the other."""
+        done = [
+            engine.generate([n, 1], max_new_tokens=tokens, mode="lossless", temperature=1.5, seed=n, stop_token_ids=[])
+            for n in range(count)
+        ]
+        drafted, accepted = (sum(getattr(one.stats, name) for one in done) for name in ("drafted", "accepted"))
+        return drafted * (0.3 + 0.13) - accepted
+
+    each_anew = lost(tiny_engine.drafting_as(drafting))
+    monkeypatch.delenv("TIDE_DRAFT_COSTS")
+    together = lost(tiny_engine.drafting_as(drafting))
+    allowed = 0.5 + count * (0.15 + 0.0025 * tokens)
+    assert together < allowed + 0.5 < each_anew
+
+
 def test_full_depth_everywhere_means_no_drafts_in_the_statistics(tiny_engine: Engine) -> None:
     stats = tiny_engine.generate([1, 2], max_new_tokens=10, mode="full").stats
     assert (stats.drafted, stats.accepted, stats.acceptance_rate) == (0, 0, 0.0)

@@ -10,8 +10,8 @@ constexpr std::int64_t kAgreements = 2;
 constexpr std::array<std::array<double, kAgreements + 1>, kMaxNgram> kNgramShares{
     {{0.17, 0.42, 0.76}, {0.42, 0.62, 0.88}, {0.54, 0.75, 0.9}}};
 constexpr double kWeight = 12.0, kDecay = 0.97;
-constexpr double kBalance = 0.5, kMaxBalance = 4.0;  // the first of a sequence
-constexpr double kAllowance = 0.01;                   // a token
+constexpr double kMaxBalance = 4.0;
+constexpr double kOfSequence = 0.15, kOfToken = 0.0025;  // what each adds
 
 }  // namespace
 
@@ -24,11 +24,14 @@ std::size_t confidence_source(double confidence) {
   return static_cast<std::size_t>(above - kConfidences.begin()) - 1;
 }
 
-Balance::Balance(std::size_t sequences)
-    : steps_(std::min(kBalance * static_cast<double>(sequences), kMaxBalance)) {}
+void Balance::begin() noexcept { add(kOfSequence); }
 
-void Balance::settle(double gained, std::size_t tokens) {
-  steps_ = std::min(steps_ + gained + kAllowance * static_cast<double>(tokens), kMaxBalance);
+void Balance::settle(double gained, std::size_t tokens) noexcept { add(gained + kOfToken * static_cast<double>(tokens)); }
+
+void Balance::add(double steps) noexcept {
+  double before = this->steps();
+  while (!steps_.compare_exchange_weak(before, std::min(before + steps, kMaxBalance), std::memory_order_relaxed)) {
+  }
 }
 
 Acceptance::Acceptance(std::vector<double> const& shares) : drafted_(shares.size(), kWeight), made_(shares.size(), 1.0) {

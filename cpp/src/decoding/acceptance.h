@@ -1,7 +1,8 @@
-// Estimates the gain and cost of a sequence's drafts from its earlier verifications.
+// Estimates the gain and cost of drafts from earlier verifications.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -19,18 +20,25 @@ constexpr std::array<double, 8> kConfidences{0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 
 // The interval of a drafter's draft with this confidence.
 std::size_t confidence_source(double confidence);
 
-// What drafts of one kind may still lose, in what a step costs a sequence.
+// What drafts of one kind may still lose, in what a step costs a sequence, over all sequences of an engine. Every sequence and
+// every token adds a little; what drafts saved counts as well. May be used by several threads at once.
 class Balance {
  public:
-  explicit Balance(std::size_t sequences);
+  double steps() const noexcept { return steps_.load(std::memory_order_relaxed); }
 
-  double steps() const { return steps_; }
+  void begin() noexcept;  // another sequence
 
   // Adds what a verification gained; the sequence grew by `tokens`.
-  void settle(double gained, std::size_t tokens);
+  void settle(double gained, std::size_t tokens) noexcept;
 
  private:
-  double steps_;
+  void add(double steps) noexcept;
+
+  std::atomic<double> steps_{0.5};
+};
+
+struct Balances {
+  Balance exits, ngrams, learned;  // by kind of draft; `ngrams`: of all text
 };
 
 // Estimated shares of drafts that are accepted, by source.

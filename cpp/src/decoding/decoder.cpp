@@ -37,7 +37,7 @@ std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request
   Sampler sampler = std::move(request.samplers[number]);
   if (request.drafts) {
     return make_lossless_decoder(manifest.depths(), manifest.model.context_length, std::move(sampler), *request.drafts,
-                                 request.stop_token_ids, drafter, shared, request.cache_root, request.prediction);
+                                 request.stop_token_ids, shared, drafter, request.cache_root, request.prediction);
   }
   if (audit != nullptr && request.auditable()) return make_audited_decoder(std::move(sampler), manifest.depths(), audit);
   return std::make_unique<OneByOne>(std::move(sampler), manifest.depths());

@@ -16,7 +16,7 @@
 namespace tide {
 
 class Audit;
-struct SharedDrafting;
+class SharedDrafting;
 struct DraftResult;
 struct DraftRows;
 struct DraftsInfo;
@@ -127,11 +127,9 @@ class Decoder {
 // The decoder of a request's prompt of this number. In lossless mode the sequence must be started with kNoLimit as
 // `max_pending`: the decoder decides when to verify.
 //
-// audit: of mode exit; null: none. drafter: of the bundle, which outlives it; null: none. shared: of what is decoded
-// together; null: of this sequence alone.
+// shared: of what is decoded together. audit: of mode exit; null: none. drafter: of the bundle, which outlives it; null: none.
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
-                                      std::shared_ptr<Audit> const& audit = nullptr,
-                                      DraftsInfo const* drafter = nullptr,
-                                      std::shared_ptr<SharedDrafting> const& shared = nullptr);
+                                      std::shared_ptr<Audit> const& audit, DraftsInfo const* drafter,
+                                      std::shared_ptr<SharedDrafting> const& shared);
 
 }  // namespace tide

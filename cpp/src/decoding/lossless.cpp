@@ -38,8 +38,8 @@ class LosslessDecoder final : public Decoder {
 
  public:
   LosslessDecoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context, Sampler sampler,
-                  DraftLimits const& limits, std::set<std::int64_t> stops, DraftsInfo const* drafter,
-                  std::shared_ptr<SharedDrafting> shared, std::int64_t owner, std::vector<std::int64_t> prediction)
+                  DraftLimits const& limits, std::set<std::int64_t> stops, std::shared_ptr<SharedDrafting> shared,
+                  DraftsInfo const* drafter, std::int64_t owner, std::vector<std::int64_t> prediction)
       : Decoder(std::move(sampler), std::move(depths)),
         limits_(limits),
         stops_(std::move(stops)),
@@ -49,8 +49,10 @@ class LosslessDecoder final : public Decoder {
         max_learned_(drafter == nullptr ? 0 : std::min(limits.drafter, drafter->max_rows / 2)),
         drafter_(max_learned_ > 0 ? drafter : nullptr),
         costs_(limits.costs),
-        shared_(shared ? std::move(shared) : std::make_shared<SharedDrafting>()),
-        learned_(drafter_ == nullptr ? std::vector<double>() : drafter_->acceptance) {}
+        shared_(std::move(shared)),
+        learned_(drafter_ == nullptr ? std::vector<double>() : drafter_->acceptance) {
+    for (Balance* each : {&shared_->balances.exits, &shared_->balances.ngrams, &shared_->balances.learned}) each->begin();
+  }
 
   bool verifies() const override { return true; }
   bool reads_hidden() const override { return drafter_ != nullptr; }
@@ -174,7 +176,7 @@ class LosslessDecoder final : public Decoder {
   bool may_exit(std::int64_t length) const {
     auto const drafts = static_cast<std::int64_t>(drafts_.size());
     return !drafted_by(DraftSource::learned) && drafts < std::min(limits_.max_drafts, max_tokens_ - 1) &&
-           exits_cost_ < shared_->exits.steps() && !ends() && length != context_;
+           exits_cost_ < shared_->balances.exits.steps() && !ends() && length != context_;
   }
 
   // Adds n-grams to the drafts, after which the sequence has `length` tokens: up to a stop token, and as long as the next
@@ -188,7 +190,7 @@ class LosslessDecoder final : public Decoder {
     for (std::int64_t made = 0; made < most; ++made) {
       if (made > 0 && stops_.count(tokens.back()) == 1) return;
       auto draft = from_text(tokens);
-      if (!draft || costs_.verify(others_, tokens.size()) - before > shared_->ngrams.steps()) return;
+      if (!draft || costs_.verify(others_, tokens.size()) - before > shared_->balances.ngrams.steps()) return;
       share *= share_of(*draft);
       if (!pays(share, tokens.size()) || !sampler_.take_draft(draft->token.id)) return;
       tokens.push_back(draft->token.id);
@@ -272,7 +274,7 @@ class LosslessDecoder final : public Decoder {
   bool learned_pays(std::size_t sharing) const {
     std::size_t const drafts = drafts_.size();
     double const cost = costs_.draft(others_, sharing), marginal = costs_.marginal(others_, drafts);
-    if (drafter_cost_ + cost + costs_.verify(others_, drafts + 1) > shared_->learned.steps()) return false;
+    if (drafter_cost_ + cost + costs_.verify(others_, drafts + 1) > shared_->balances.learned.steps()) return false;
     auto const saved = [&](double share) { return share_ * share * token_value() - marginal; };
     double const gain = learned_.mean([&](double share) { return std::max(saved(share), 0.0); }) - cost;
     std::size_t const old = drafts > 0 ? 0 : waiting_.ids.size() - 1;  // which it runs over once and for all
@@ -332,9 +334,9 @@ class LosslessDecoder final : public Decoder {
     }
     double const first_gain = static_cast<double>(first_accepted) - first_cost;
     bool const learned = drafted_by(DraftSource::learned);
-    shared_->exits.settle((learned ? 0.0 : first_gain) - exits_cost_, tokens);
-    shared_->learned.settle((learned ? first_gain : 0.0) - drafter_cost_, tokens);
-    shared_->ngrams.settle(static_cast<double>(ngrams_accepted) - cost + first_cost, tokens);
+    shared_->balances.exits.settle((learned ? 0.0 : first_gain) - exits_cost_, tokens);
+    shared_->balances.learned.settle((learned ? first_gain : 0.0) - drafter_cost_, tokens);
+    shared_->balances.ngrams.settle(static_cast<double>(ngrams_accepted) - cost + first_cost, tokens);
   }
 
   // Whether the drafts are by exits or by the drafter, not counting n-grams after them.
@@ -377,11 +379,12 @@ class LosslessDecoder final : public Decoder {
 
 std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
                                                Sampler sampler, DraftLimits const& limits,
-                                               std::set<std::int64_t> const& stops, DraftsInfo const* drafter,
-                                               std::shared_ptr<SharedDrafting> shared, std::int64_t owner,
+                                               std::set<std::int64_t> const& stops,
+                                               std::shared_ptr<SharedDrafting> shared, DraftsInfo const* drafter,
+                                               std::int64_t owner,
                                                std::vector<std::int64_t> prediction) {
-  return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops, drafter,
-                                           std::move(shared), owner, std::move(prediction));
+  return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops, std::move(shared),
+                                           drafter, owner, std::move(prediction));
 }
 
 }  // namespace tide

@@ -4,13 +4,15 @@
 #include <numeric>
 
 #include "decoding/sampling.h"
+#include "decoding/shared_drafting.h"
 
 namespace tide {
 
 Replayed replay(Recording const& recording, DraftLimits const& limits) {
   std::vector<std::int64_t> depths(recording.checkpoints + 1);
   std::iota(depths.begin(), depths.end(), std::int64_t{1});  // what counts layers is not read
-  auto const decoder = make_lossless_decoder(depths, std::nullopt, Sampler(GenerationConfig(), std::nullopt), limits, {});
+  auto const decoder = make_lossless_decoder(depths, std::nullopt, Sampler(GenerationConfig(), std::nullopt), limits, {},
+                                             std::make_shared<SharedDrafting>(nullptr, 0));
   Replayed replayed;
   replayed.exits.resize(recording.checkpoints);
   std::vector<std::int64_t> ids = recording.prompt;

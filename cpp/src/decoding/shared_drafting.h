@@ -9,14 +9,19 @@
 
 namespace tide {
 
-struct SharedDrafting {
-  // answers: bytes of earlier answers to draft from; 0: none are kept.
-  explicit SharedDrafting(std::size_t sequences = 1, std::size_t answer_bytes = 0)
-      : exits(sequences), ngrams(sequences), learned(sequences) {
+class SharedDrafting {
+ public:
+  // of_engine: balances that go on after these sequences; null: they begin anew. answer_bytes: of earlier answers to draft
+  // from; 0: none are kept.
+  SharedDrafting(Balances* of_engine, std::size_t answer_bytes) : balances(of_engine == nullptr ? own_ : *of_engine) {
     if (answer_bytes > 0) answers.emplace(answer_bytes);
   }
 
-  Balance exits, ngrams, learned;  // by kind of draft; `ngrams`: of all text
+ private:
+  Balances own_;
+
+ public:
+  Balances& balances;
   std::optional<EarlierAnswers> answers;
 };
 

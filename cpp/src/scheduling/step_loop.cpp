@@ -34,7 +34,8 @@ StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batc
       kv_tokens_(is_stream ? kNoLimit : kv_tokens_of(*batch_, backend_->manifest(), limits)),
       audit_(std::move(audit)),
       is_stream_(is_stream),
-      shared_(std::make_shared<SharedDrafting>(batch_->free_slots(), static_cast<std::size_t>(limits.answer_bytes))),
+      shared_(std::make_shared<SharedDrafting>(MeasuredCosts::are_assumed() ? nullptr : &backend_->balances(),
+                                               static_cast<std::size_t>(limits.answer_bytes))),
       slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
   order_.reserve(slots_.size());
