@@ -38,6 +38,15 @@ def test_each_mode_runs_what_it_should(demo_bundle: Path):
         )
 
 
+def test_a_draft_from_text_is_no_exit(demo_bundle: Path):
+    report = bench(demo_bundle, **SHORT | {"new_tokens": 40})
+    lossless = modes(report)["lossless"]["exits_per_layer"]
+    assert lossless["0"] > 0, "tokens of drafts from text have no layer"
+    (line,) = [line for line in report.render().splitlines() if line.lstrip("| ").startswith("lossless")]
+    exited = sum(count for layers, count in lossless.items() if layers not in ("0", "12"))
+    assert line.split()[-2:] == f"{100 * exited / 40:.1f} %".split()
+
+
 def test_the_thresholds_asked_for_are_used(demo_bundle: Path):
     found = modes(bench(demo_bundle, threshold=[1.0, 0.0, 0.5], min_layers=0, max_pending=0, **SHORT))
     assert found["exit"]["thresholds"] == [NEVER_EXIT, 0.0, 0.5]

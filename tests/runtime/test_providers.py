@@ -232,7 +232,11 @@ def test_cuda_without_its_package_is_one_line(demo_bundle: Path, tmp_path: Path,
     bundle = for_cuda(demo_bundle, tmp_path)
     assert main(["generate", str(bundle), "--prompt", "a", "--provider", "cuda", "-q"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no CUDAExecutionProvider: pip install -e '.[cuda]' in the clone, or use provider 'cpu'" in line
+    assert (
+        "no CUDAExecutionProvider: pip uninstall onnxruntime, then pip install -e '.[cuda]' in the clone; or use"
+        in line
+    )
+    assert "provider 'cpu'" in line
 
 
 def test_networks_of_tensorrt_are_not_run_on_cuda(demo_bundle: Path, machine) -> None:

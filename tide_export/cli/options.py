@@ -55,7 +55,8 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROGRAM,
         usage="%(prog)s [-h] [--version] COMMAND ...",
-        description="From a Hugging Face causal LM to an engine that really skips layers.",
+        description="From a Hugging Face causal LM to an engine: the same text faster by drafts, or fewer layers per "
+        "token with a bound on what changes.",
         epilog=f"{overview()}\n\nOptions and examples of one: {PROGRAM} COMMAND --help",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
@@ -238,8 +239,8 @@ def _add_generate(parser: Parser) -> None:
         "--mode",
         choices=MODES,
         help="auto: the fastest as measured by export or tune; full: every layer for every token; exit: tokens exit "
-        "where a router's score is above its threshold; lossless: the full model verifies drafts by exits and n-grams "
-        "(auto, with --threshold or --min-layers exit)",
+        "where a router's score is above its threshold; lossless: the full model verifies drafts by the bundle's "
+        "drafter, by n-grams and by exits (auto, with --threshold or --min-layers exit)",
     )
     parser.add_argument(
         "--prompt-lookup",

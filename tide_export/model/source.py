@@ -304,7 +304,10 @@ def auto_class(config: PretrainedConfig, name: str = "", trust_remote_code: bool
             return kind
     if AutoModelForCausalLM.__name__ in remote and not trust_remote_code:
         raise remote_code_refused(name)
-    raise UnsupportedModelError(f"transformers has no causal language model of type {config.model_type!r}")
+    raise UnsupportedModelError(
+        f"transformers has no causal language model of type {config.model_type!r}: models that read a whole text "
+        "first, or make other things than text, are not taken"
+    )
 
 
 def wrap_model(

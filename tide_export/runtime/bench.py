@@ -24,6 +24,7 @@ from tide_export.common.values import whole_number
 from tide_export.errors import ConfigError
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.stats import NO_LAYER
 from tide_export.runtime.tokenizer import BundleTokenizer
 
 PROMPT = """\
@@ -115,7 +116,9 @@ class BenchReport:
         """Returns the table that the command prints."""
         rows = []
         for mode in map(self._mode, self.modes):
-            exited = sum(count for layers, count in mode["exits_per_layer"].items() if int(layers) < self.depth)
+            exited = sum(
+                count for layers, count in mode["exits_per_layer"].items() if NO_LAYER < int(layers) < self.depth
+            )
             rows.append(
                 [
                     mode["name"],
@@ -139,6 +142,7 @@ class BenchReport:
                 "",
                 "  exit: the given thresholds; lossless: exits are drafts, verified, so the tokens are those of full;",
                 "  first: every token exits at the first checkpoint (the upper bound)",
+                "  Greedy text repeats itself, which drafts gain from: draft and tune measure sampled text",
                 *self._drafts(),
                 sentence(self.auto),
             ]

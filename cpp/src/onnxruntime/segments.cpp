@@ -172,7 +172,7 @@ void OrtNetworks::check(Bundle const& bundle, std::optional<int> gpu) {
   std::vector<std::string> const providers = Ort::available_providers();
   if (gpu && std::find(providers.begin(), providers.end(), kCudaProvider) == providers.end()) {
     throw ProviderError(std::string("this ONNX Runtime has no ") + kCudaProvider +
-                        ": pip install -e '.[cuda]' in the clone, or use provider 'cpu'");
+                        ": pip uninstall onnxruntime, then pip install -e '.[cuda]' in the clone; or use provider 'cpu'");
   }
 }
 
