@@ -15,7 +15,7 @@ from tide_export.names.networks import AFTER_SEGMENTS, DRAFTER, segment_name
 
 STATES = (StateInfo(0, 0, (35, 8), 32), StateInfo(0, 2, (2, 17), 32), StateInfo(0, 3, (32, 12), 32))
 
-LORA = LoraInfo(4, (LoraTarget("layers.0.q", 0, 8, 8), LoraTarget("layers.1.up", 1, 8, 16)))
+LORA = LoraInfo(4, (LoraTarget("layers.0.q", (0, 2), 8, 8), LoraTarget("layers.1.up", (1,), 8, 16)))
 
 
 def manifests() -> list[dict[str, Any]]:

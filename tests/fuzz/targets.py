@@ -206,7 +206,7 @@ def _same_in_python(asked: dict[str, Any]) -> bool:
 
 # --- adapters --------------------------------------------------------------------------------------------------------
 
-ROOM = LoraInfo(4, (LoraTarget("layers.0.q", 0, 8, 6), LoraTarget("layers.1.up", 1, 8, 16)))
+ROOM = LoraInfo(4, (LoraTarget("layers.0.q", (0,), 8, 6), LoraTarget("layers.1.up", (1,), 8, 16)))
 
 
 def adapter(given: Given) -> Check:

@@ -78,7 +78,6 @@ def test_the_gate_as_routers(source: SourceModel, tmp_path: Path) -> None:
         ({"gate_width": 0}, {}, "has no exit gate of its own after loops .early_exit_gate.: omit --routers model"),
         ({"total_ut_steps": 1}, {}, "has no exit gate of its own after loops"),
         ({}, {"config": TideConfig(checkpoints=(2,))}, "has a checkpoint after every loop but the last: omit --check"),
-        ({}, {"lora_rank": 4}, "runs its layers in 4 loops, and adapters are for layers that run once"),
         ({}, {"trust_remote_code": False}, "needs Python code of its own .* --trust-remote-code"),
     ],
 )

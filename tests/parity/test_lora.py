@@ -45,6 +45,7 @@ TARGETS = {
     "gpt2": ["c_attn", "c_fc"],  # of matrices that are stored transposed
     "qwen2": ["v_proj"],
     "lfm2": ["in_proj", "q_proj", "w1"],  # with recurrent states
+    "hrm_text": ["q_proj", "down_proj"],  # of layers that run again, in other segments too
 }
 
 
@@ -85,7 +86,7 @@ def exported(source: SourceModel, folder: Path, **options: Any) -> Bundle:
     return bundle_of(source, routers, folder, pieces, **options)
 
 
-@pytest.mark.parametrize("family", exhaustive_but(["phi3", "lfm2"], TARGETS))
+@pytest.mark.parametrize("family", exhaustive_but(["phi3", "lfm2", "hrm_text"], TARGETS))
 def test_full_is_peft_and_exit_is_the_oracle_on_it(family: str, tmp_path: Path) -> None:
     source = build(family)
     adapted = {

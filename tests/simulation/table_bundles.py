@@ -30,7 +30,7 @@ def write_bundle(folder: Path, recurrent: bool) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    targets = tuple(LoraTarget(f"layers.{k}.q", k, WIDTH, WIDTH) for k in range(SEGMENTS))
+    targets = tuple(LoraTarget(f"layers.{k}.q", (k,), WIDTH, WIDTH) for k in range(SEGMENTS))
     states = tuple(StateInfo(k, 0, (CONTEXT + 1,), UNDO) for k in range(SEGMENTS))
     model = ModelInfo(
         name="table",

@@ -22,7 +22,7 @@ class LoraTarget:
     """A linear layer that low-rank adapters may change."""
 
     name: str  # of the module in the source model
-    layer: int
+    layers: tuple[int, ...]  # that run it; several where layers run in loops
     inputs: int  # columns of its matrix
     outputs: int  # rows of it
 
@@ -116,7 +116,7 @@ def check_model(model: ModelInfo, require: Callable[[bool, str, str], None]) -> 
         return
     targets = model.lora.targets
     require(model.lora.rank >= 1, "model.lora.rank", "must be 1 or more")
-    known = all(0 <= target.layer < model.num_layers for target in targets)
+    known = all(target.layers and set(target.layers) <= {*range(model.num_layers)} for target in targets)
     require(known, "model.lora.targets", "holds no layer of the model")
     sized = all(target.inputs >= 1 and target.outputs >= 1 for target in targets)
     require(sized, "model.lora.targets", "holds a size below 1")

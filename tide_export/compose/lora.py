@@ -25,10 +25,10 @@ def lora_of(nodes: Sequence[ir.Node]) -> LoraInfo | None:
     rank = 0
     for node in filter(is_lora, nodes):
         y, x = map(required, node.inputs)
-        name, layer = node.attributes["target"].as_string(), node.attributes["layer"].as_int()
+        name, layers = node.attributes["target"].as_string(), tuple(node.attributes["layers"].as_ints())
         rank = node.attributes["rank"].as_int()
-        targets[name] = LoraTarget(name, layer, static_dim(x, -1), static_dim(y, -1))
-    ordered = sorted(targets.values(), key=lambda target: target.layer)
+        targets[name] = LoraTarget(name, layers, static_dim(x, -1), static_dim(y, -1))
+    ordered = sorted(targets.values(), key=lambda target: target.layers)
     return LoraInfo(rank, tuple(ordered)) if ordered else None
 
 

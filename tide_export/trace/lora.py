@@ -23,37 +23,32 @@ def symbolic_lora(source: SourceModel, rank: int) -> Iterator[None]:
     """Adds a symbolic operator after every linear layer of the decoder layers, while open; rank 0: none.
 
     Raises:
-        UnsupportedModelError: there is none, or all run again in loops.
+        UnsupportedModelError: there is none.
     """
-    if rank and source.loops > 1:
-        raise UnsupportedModelError(
-            f"{source.architecture} runs its layers in {source.loops} loops, and adapters are for layers that run "
-            "once: omit lora_rank"
-        )
     names = {module: name for name, module in source.model.named_modules()}
-    targets: dict[nn.Module, int] = {}
+    targets: dict[nn.Module, list[int]] = {}  # the layers that run each: several where layers run in loops
     for number, layer in enumerate(source.structure.layers if rank else ()):
         for module in filter(is_linear, layer.modules()):
-            targets.setdefault(module, number)
+            targets.setdefault(module, []).append(number)
 
     if rank and not targets:
         raise UnsupportedModelError(
             f"{source.architecture} has no linear layers that adapters could change: omit lora_rank"
         )
 
-    def forward_of(module: nn.Module, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward_of(module: nn.Module, layers: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = type(module).forward(module, x)
             if x.dim() != 3:  # its rows may be other than tokens
                 return y
-            attributes = {"target": names[module], "layer": layer, "rank": rank}
+            attributes = {"target": names[module], "layers": layers, "rank": rank}
             return symbolic(OP_LORA, [y, x], attributes, y.shape)
 
         return forward
 
     overridden = {module: vars(module)["forward"] for module in targets if "forward" in vars(module)}
-    for module, number in targets.items():
-        module.forward = forward_of(module, number)
+    for module, numbers in targets.items():
+        module.forward = forward_of(module, numbers)
     try:
         yield
     finally:

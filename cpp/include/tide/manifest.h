@@ -36,10 +36,10 @@ struct ModelInfo {
   // The linear layers that low-rank adapters may change (`LoadOptions::adapters`).
   struct Lora {
     struct Target {
-      std::string name;  // of the module in the source model
-      std::int64_t layer = 0;
-      std::int64_t inputs = 0;   // columns of its matrix
-      std::int64_t outputs = 0;  // rows of it
+      std::string name;                  // of the module in the source model
+      std::vector<std::int64_t> layers;  // that run it; several where layers run in loops
+      std::int64_t inputs = 0;           // columns of its matrix
+      std::int64_t outputs = 0;          // rows of it
     };
     std::int64_t rank = 0;  // of an adapter, at most
     std::vector<Target> targets;

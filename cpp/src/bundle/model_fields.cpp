@@ -58,8 +58,8 @@ std::vector<ModelInfo::State> states_of(Field const& field) {
 
 ModelInfo::Lora lora_of(Field const& field) {
   return {field["rank"].whole(1), field["targets"].list<ModelInfo::Lora::Target>([](Field const& entry) {
-            return ModelInfo::Lora::Target{entry["name"].text(), entry["layer"].whole(0), entry["inputs"].whole(1),
-                                           entry["outputs"].whole(1)};
+            return ModelInfo::Lora::Target{entry["name"].text(), entry["layers"].wholes(0),
+                                           entry["inputs"].whole(1), entry["outputs"].whole(1)};
           })};
 }
 

@@ -102,8 +102,10 @@ bool adapts(Manifest const& manifest, Layers const& layers) {
   if (!manifest.model.lora) return false;
   auto const& targets = manifest.model.lora->targets;
   return std::any_of(targets.begin(), targets.end(), [&](auto const& target) {
-    auto const layer = static_cast<std::size_t>(target.layer);
-    return layers.first <= layer && layer < layers.first + layers.count;
+    return std::any_of(target.layers.begin(), target.layers.end(), [&](std::int64_t number) {
+      auto const layer = static_cast<std::size_t>(number);
+      return layers.first <= layer && layer < layers.first + layers.count;
+    });
   });
 }
 
