@@ -19,6 +19,7 @@ from tide_export.bundle.manifest import Quantization
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.flow import export
 from tide_export.quantize.flow import quantize_model
+from tide_export.quantize.half import round_to_half
 from tide_export.routers.model_gate import gate_routers
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.scheduler import SchedulerLimits
@@ -64,6 +65,8 @@ def exported(folder: Path, **weights: Any) -> Case:
     source = load_model(model, trust_remote_code=True)
     if (rounded := engine.manifest.quantization) is not None:
         quantize_model(source, Quantization(**rounded.__dict__), [])
+    elif engine.manifest.weights == "bf16":
+        round_to_half(source, "bf16")
     sources: dict[str | None, SourceModel] = {None: source}
     for seed, (name, config) in enumerate(ADAPTERS.items(), start=1):
         sources[name] = adapter_at(folder / name, source, seed, **config)
@@ -150,8 +153,9 @@ def test_an_adapter_is_stored_once_and_each_target_names_its_layers(case: Case) 
     assert (case.engine.bundle.path / WEIGHTS_FILE).stat().st_size <= 1.05 * weights.stat().st_size
 
 
-def test_int4(tmp_path: Path) -> None:
-    """With products in float32, so that the rounded weights are the only change; the gates are the model's."""
-    case = exported(tmp_path, weights="int4", block_size=32, accuracy_level=1)
+@pytest.mark.parametrize("weights", [{"weights": "bf16"}, {"weights": "int4", "block_size": 32, "accuracy_level": 1}])
+def test_rounded_weights(weights: dict[str, Any], tmp_path: Path) -> None:
+    """With products in float32, so that the rounded weights are the only change."""
+    case = exported(tmp_path, **weights)
     for name, source in case.sources.items():
         check_tokens(case.engine, name, source.model, PROMPTS[2])
