@@ -144,6 +144,13 @@ def test_what_it_does_not_know_is_refused_with_its_usage(first_run: FirstRun, op
     assert not first_run.calls.exists()
 
 
+def test_help_is_its_usage_alone(first_run: FirstRun) -> None:
+    done = first_run("-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sh tools/checks/first_run.sh [-t cuda|tensorrt|tensorrt-rtx]" in done.stdout
+    assert not first_run.calls.exists()
+
+
 def test_a_machine_without_a_gpu_is_refused(first_run: FirstRun) -> None:
     (first_run.path / "nvidia-smi").unlink()
     done = first_run()

@@ -13,15 +13,16 @@ cd "$(dirname "$0")/../.." || exit 2
 
 flavour=tensorrt model=HuggingFaceTB/SmolLM2-135M folder=build/first_run
 usage() {
-    sed -n '2,4p' "$0" | cut -c3- >&2
-    exit 2
+    sed -n '2,4p' "$0" | cut -c3-
+    exit "$1"
 }
-while getopts t:m:o: option; do
+while getopts ht:m:o: option; do
     case $option in
     t) flavour=$OPTARG ;;
     m) model=$OPTARG ;;
     o) folder=$OPTARG ;;
-    *) usage ;;
+    h) usage 0 ;;
+    *) usage 2 >&2 ;;
     esac
 done
 built=build plans=yes
@@ -29,7 +30,7 @@ case $flavour in
 cuda) extras=export,cuda built=export plans= ;;
 tensorrt) extras=export,gpu ;;
 tensorrt-rtx) extras=export,rtx,cpu ;;
-*) usage ;;
+*) usage 2 >&2 ;;
 esac
 command -v nvidia-smi >/dev/null || {
     echo "first_run: there is no nvidia-smi, and so no NVIDIA GPU or no driver: run it on the machine with the GPU" >&2
