@@ -275,7 +275,7 @@ def test_drafts_of_a_list_cost_no_token(engine: Engine, threshold: float) -> Non
     options = {"mode": "lossless", "threshold": threshold, "prompt_lookup": 0, "drafter": 4}
     drafted = engine.generate(prompts, **given, **options)
     assert [one.tokens for one in drafted] == [one.tokens for one in full]
-    assert sum(one.stats.learned_drafted for one in drafted) > 10
+    assert sum(one.stats.learned_drafted for one in drafted) > 5  # none is accepted: what they may lose ends it
 
 
 @pytest.mark.parametrize("threshold", [1.0, 0.5])
