@@ -14,13 +14,7 @@ from tide_export.report import plots
 from tide_export.report.drafts import BEGIN, END
 from tide_export.report.examples import colours_css, legend, passage
 from tide_export.report.findings import Findings
-from tide_export.report.html_tables import (
-    choices_table,
-    lens_reports,
-    quality_table,
-    record_tables,
-    routers_table,
-)
+from tide_export.report.html_tables import choices_table, lens_reports, quality_table, record_tables, routers_table
 from tide_export.report.sentence import HEADLINE, Verdict, default_sentence, speed, within
 from tide_export.report.theme import DARK, LIGHT
 from tide_export.report.wording import change, counted, escaped, flops, number, percent

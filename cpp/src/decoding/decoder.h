@@ -16,7 +16,7 @@
 namespace tide {
 
 class Audit;
-class SharedDrafting;
+struct SharedDrafting;
 struct DraftResult;
 struct DraftRows;
 struct DraftsInfo;

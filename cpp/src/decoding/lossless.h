@@ -27,7 +27,8 @@ namespace tide {
 //
 // depths: layers run at the end of each segment. context: tokens that the sequence may have; none: any number. stops: the
 // tokens that end the generation: nothing is drafted after one. shared: with what is decoded beside it and after it.
-// drafter: which outlives it; null: none. owner: whose earlier answers it drafts from. prediction: tokens that the text is expected to have, to draft from.
+// drafter: which outlives it; null: none. owner: whose earlier answers it drafts from. prediction: tokens that the text is
+// expected to have, to draft from.
 std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
                                                Sampler sampler, DraftLimits const& limits,
                                                std::set<std::int64_t> const& stops,
