@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from tide_export.bundle.file_names import network_file
-from tide_export.bundle.network_spec import NetworkSpec, Tensor, specs
+from tide_export.bundle.network_spec import NetworkSpec, RunSize, Tensor, specs
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.callers_networks import load_networks
@@ -55,16 +55,14 @@ class CallersNetworks:
         self.opened += 1
         return self if stream is None else Queued(self, stream)
 
-    def run(
-        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
-    ) -> bool:
-        one = name, tokens, batch_size
+    def run(self, name: str, addresses: Mapping[str, int], size: RunSize, recording: int, captured: bool) -> bool:
+        one = name, size.tokens, size.batch_size
         self.before(one)
         self.runs.append(one)
         self.recorded[one] += captured
         spec = self.specs[name]
         tensors = {
-            key: _array(addresses[key], tensor, tokens, batch_size)
+            key: _array(addresses[key], tensor, size)
             for key, tensor in itertools.chain(spec.inputs.items(), spec.outputs.items())
         }
         given = {key: tensors[key] for key in spec.inputs}
@@ -98,10 +96,8 @@ class Queued:
         self._last: dict[str, tuple[int, Run]] = {}
         self.close, self.forget = networks.close, networks.forget
 
-    def run(
-        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
-    ) -> bool:
-        networks, gpu, one = self._networks, self._networks.gpu, (name, tokens, batch_size)
+    def run(self, name: str, addresses: Mapping[str, int], size: RunSize, recording: int, captured: bool) -> bool:
+        networks, gpu, one = self._networks, self._networks.gpu, (name, size.tokens, size.batch_size)
         assert gpu is not None
         if captured and self._last.get(name) != (recording, one):
             raise GenerationError("TensorRT requires a run before the one that is captured")
@@ -109,8 +105,8 @@ class Queued:
         networks.recorded[one] += captured
         spec = networks.specs[name]
         for key, tensor in {**spec.inputs, **spec.outputs}.items():
-            gpu.check(addresses[key], tensor.size(tokens, batch_size))
-        gpu.queue(self._stream, lambda: networks.run(name, addresses, tokens, batch_size, 0, False))
+            gpu.check(addresses[key], tensor.size(size))
+        gpu.queue(self._stream, lambda: networks.run(name, addresses, size, 0, False))
         return True
 
 
@@ -122,9 +118,9 @@ def _session(file: str, _changed: int) -> Any:
 
 
 @functools.lru_cache(10_000)  # the steps of a sequence have its buffers
-def _array(address: int, tensor: Tensor, tokens: int, batch_size: int) -> np.ndarray:
-    memory = (ctypes.c_char * tensor.size(tokens, batch_size)).from_address(address)
-    return np.frombuffer(memory, tensor.dtype).reshape(tensor.dims(tokens, batch_size))
+def _array(address: int, tensor: Tensor, size: RunSize) -> np.ndarray:
+    memory = (ctypes.c_char * tensor.size(size)).from_address(address)
+    return np.frombuffer(memory, tensor.dtype).reshape(tensor.dims(size))
 
 
 def callers_engine(bundle: Bundle, gpu: Gpu | None = None, number: int = 0) -> tuple[Engine, CallersNetworks]:

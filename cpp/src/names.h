@@ -33,6 +33,7 @@ std::string past(std::size_t layer, char const* kind);     // T [1, heads, C, he
 std::string present(std::size_t layer, char const* kind);  // the same buffer after the run
 constexpr char const* kPendingStates = "pending_states";  // T [1, 1, P, D], of all but the first segment
 constexpr char const* kTokenIndices = "token_indices";    // int64 [S], 0 .. S-1
+constexpr char const* kKeyIndices = "key_indices";        // int64 [J], 0 .. J-1, the K/V that attention reads
 constexpr char const* kPastLengths = "past_lengths";      // int64 [1], tokens in the segment's K/V before the run
 constexpr char const* kExitStates = "exit_states";        // T [1, 1, P, D'], what the head reads
 constexpr char const* kNewExitStates = "new_exit_states";  // the same buffer after the run

@@ -109,6 +109,7 @@ def test_the_network_beside_the_segments_equals_the_reference(weights: str, tmp_
             EMBEDDINGS: embeddings.astype(dtype),
             segment_drafter.HIDDEN_STATES: states.astype(dtype),
             segment_drafter.TOKEN_INDICES: np.arange(tokens),
+            segment_networks.KEY_INDICES: np.arange(capacity if first else 40),
             segment_drafter.PAST_LENGTHS: np.array([0 if cache is None else cache.rows for cache in caches[slots]]),
             segment_drafter.LAST_TOKENS: np.array([max(count - 1, 0) for count in counts]),
             **{segment_networks.past(0, kind): value[slots] for kind, value in buffers.items()},

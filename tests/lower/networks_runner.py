@@ -35,6 +35,8 @@ class Runner:
     def segment(self, k: int, feeds: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarray]:
         session = self.sessions[k]
         feeds = {names.PAST_LENGTHS: np.array(lengths), **feeds}
+        if any(entry.name == names.KEY_INDICES for entry in session.get_inputs()):
+            feeds[names.KEY_INDICES] = np.arange(max(lengths) + len(feeds[names.TOKEN_INDICES]))
         feeds |= self._buffers(session)
         outputs = dict(zip([entry.name for entry in session.get_outputs()], session.run(None, feeds), strict=True))
         for name in self.buffers:

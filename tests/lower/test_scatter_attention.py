@@ -30,13 +30,14 @@ def weight(name: str, array: np.ndarray) -> ir.Value:
     )
 
 
-def arrays() -> dict[str, np.ndarray]:
+def arrays(keys: int = C) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     shapes = {"query": (B, H, S, D), "key": (B, KV, S, D), "value": (B, KV, S, D)}
     shapes |= {"past_key": (B, KV, C, D), "past_value": (B, KV, C, D)}
     feeds = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     feeds["lengths"] = np.array(LENGTHS)
     feeds["positions"] = np.array([[length + i for i in range(S)] for length in LENGTHS])
+    feeds["keys_read"] = np.arange(keys)
     return feeds
 
 
@@ -47,11 +48,10 @@ BIAS = (np.array([[0.5], [0.1], [2.0], [1.0]]) * (np.arange(TABLE_LENGTH) + 1e5)
 
 def network(feeds: dict[str, np.ndarray], attributes: dict, sinks: bool, bias: bool) -> ir.Model:
     inputs = {name: value(name, FLOAT if a.dtype == np.float32 else INT64, *a.shape) for name, a in feeds.items()}
-    places = weight("places", np.arange(C, dtype=np.int64).reshape(1, 1, 1, -1))
     extra = [weight("sinks", SINKS) if sinks else None, weight("bias", BIAS) if bias else None]
     sizes = {"layer": 0, "num_heads": H, "kv_num_heads": KV, "head_dim": D, "scale": SCALE}
     node = ir.node(
-        OP_ATTENTION, [*inputs.values(), places, *extra], attributes=sizes | attributes, domain=DOMAIN, num_outputs=3
+        OP_ATTENTION, [*inputs.values(), *extra], attributes=sizes | attributes, domain=DOMAIN, num_outputs=3
     )
     node.name = "attention"
     for output, name, shape in zip(
@@ -65,7 +65,7 @@ def network(feeds: dict[str, np.ndarray], attributes: dict, sinks: bool, bias: b
         list(inputs.values()),
         [result.outputs[0], *node.outputs[1:]],
         nodes=[node, result],
-        initializers=[entry for entry in (places, *extra) if entry is not None],
+        initializers=[entry for entry in extra if entry is not None],
         opset_imports={"": 24, DOMAIN: 1},
         name="attention",
     )
@@ -100,10 +100,12 @@ def reference(feeds: dict[str, np.ndarray], attributes: dict, sinks: bool, bias:
 ONE_ADDED = [case for case in product([False, True], repeat=4) if not (case[0] and case[1])]
 
 
+@pytest.mark.parametrize("keys", [C, max(LENGTHS) + S])
 @pytest.mark.parametrize(("sinks", "bias", "softcap", "window"), ONE_ADDED)
-def test_attention_equals_float64(sinks: bool, bias: bool, softcap: bool, window: bool) -> None:
+def test_attention_equals_float64(sinks: bool, bias: bool, softcap: bool, window: bool, keys: int) -> None:
     attributes = ({"softcap": CAP} if softcap else {}) | ({"window": WINDOW} if window else {})
-    feeds = arrays()
+    feeds = arrays(keys)
+    feeds["past_key"][:, :, keys:] = np.nan  # not read
     model = network(feeds, attributes, sinks, bias)
     ScatterAttentionPass()(model)
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString())

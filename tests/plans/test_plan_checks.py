@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tide_export.bundle.network_spec import kv_aliases, of_network, specs
+from tide_export.bundle.network_spec import RunSize, kv_aliases, of_network, specs
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BundleError
@@ -45,7 +45,8 @@ class FoundEngine:
         return self.aliases(name)
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-        return [tuple(self._of(name).dims(self.profiles[profile].max_tokens, self.profiles[profile].batch_size))] * 3
+        chosen = self.profiles[profile]
+        return [tuple(self._of(name).dims(RunSize(chosen.max_tokens, chosen.batch_size, self.spec.keys)))] * 3
 
 
 def test_an_engine_for_fewer_sequences_than_in_its_manifest_is_refused(demo_bundle: Path) -> None:

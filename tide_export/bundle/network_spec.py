@@ -5,6 +5,7 @@ Every provider checks its networks against these lists before it binds tensors, 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tide_export.bundle.drafter_field import DrafterInfo
 from tide_export.bundle.manifest import Manifest
@@ -14,45 +15,61 @@ from tide_export.names import segment_drafter
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import AFTER_SEGMENTS, BEST, CANDIDATES, DRAFTER, HEAD, segment_name
 
-TOKENS, BATCH = "tokens", "batch"  # the dynamic dimensions: tokens of each sequence in a run, and sequences
+TOKENS, BATCH, KEYS = "tokens", "batch", "keys"  # the dynamic dimensions: those of `RunSize`
 HIDDEN_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 TENSORRT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 
 
+class RunSize(NamedTuple):
+    """The sizes of a run: tokens of each sequence, sequences, and tokens of K/V that attention reads."""
+
+    tokens: int = 1
+    batch_size: int = 1
+    keys: int = 1
+
+
+ONE_TOKEN = RunSize()
+
+
 @dataclass(frozen=True)
 class Tensor:
-    """Element type and shape of a tensor, with TOKENS and BATCH as dynamic dimensions."""
+    """Element type and shape of a tensor, with TOKENS, BATCH and KEYS as dynamic dimensions."""
 
     dtype: str
     shape: tuple[int | str, ...]
 
-    def dims(self, tokens: int, batch_size: int = 1) -> tuple[int, ...]:
-        """Returns the shape in a run of `tokens` tokens of each of `batch_size` sequences."""
-        sizes = {TOKENS: tokens, BATCH: batch_size}
+    def dims(self, run: RunSize) -> tuple[int, ...]:
+        """Returns the shape in a run."""
+        sizes = {TOKENS: run.tokens, BATCH: run.batch_size, KEYS: run.keys}
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
-    def size(self, tokens: int = 1, batch_size: int = 1) -> int:
-        """Returns the bytes in a run of `tokens` tokens of each of `batch_size` sequences."""
+    def size(self, run: RunSize = ONE_TOKEN) -> int:
+        """Returns the bytes in a run."""
         size = ITEM_SIZES[self.dtype]
-        for dim in self.dims(tokens, batch_size):
+        for dim in self.dims(run):
             size *= dim
         return size
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """Lists the inputs and outputs of a network, by name."""
+    """Lists the inputs and outputs of a network, by name.
+
+    Attributes:
+        keys: tokens that its K/V buffers hold; 0: it has none.
+    """
 
     name: str
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
+    keys: int = 0
 
     def check(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str) -> None:
         """Checks the tensors of an opened network.
 
         Args:
-            inputs, outputs: its tensors, dynamic dimensions as TOKENS and BATCH.
+            inputs, outputs: its tensors, dynamic dimensions as TOKENS, BATCH and KEYS.
             where: the file, for the message.
 
         Raises:
@@ -114,10 +131,12 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     pending = Tensor(dtype, (BATCH, 1, info.state_rows, manifest.model.hidden_size))
     exits = Tensor(dtype, (BATCH, 1, info.state_rows, info.exit_size))
     shared, networks, layer = embedding(info), {}, 0
+    keys = {} if manifest.has_cuda_networks else {names.KEY_INDICES: Tensor("int64", (KEYS,))}
     for k, size in enumerate(sizes):
         last = k == len(sizes) - 1
         inputs = {names.PENDING_STATES: pending} if k else {names.INPUT_IDS: Tensor("int64", (BATCH, TOKENS)), **shared}
-        inputs |= {names.TOKEN_INDICES: Tensor("int64", (TOKENS,)), names.PAST_LENGTHS: Tensor("int64", (BATCH,))}
+        inputs |= {names.TOKEN_INDICES: Tensor("int64", (TOKENS,)), **keys}
+        inputs[names.PAST_LENGTHS] = Tensor("int64", (BATCH,))
         inputs[names.EXIT_STATES] = exits
         outputs = {names.NEW_EXIT_STATES: exits}
         if not last:
@@ -132,7 +151,7 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
                 if source % manifest.model.num_layers >= layer:
                     outputs[names.present(source, kind)] = inputs[names.past(source, kind)]
         layer += size
-        networks[segment_name(k)] = NetworkSpec(segment_name(k), inputs, outputs)
+        networks[segment_name(k)] = NetworkSpec(segment_name(k), inputs, outputs, info.capacity)
     head_in = {names.EXIT_STATES: exits, names.ROWS: Tensor("int64", (TOKENS,))}
     if info.embedding is not None and info.embedding.tied:
         head_in |= shared
@@ -145,7 +164,7 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     candidates = {names.CANDIDATE_LOGITS: Tensor("float32", shape), names.CANDIDATE_TOKENS: Tensor("int64", shape)}
     networks[CANDIDATES] = NetworkSpec(CANDIDATES, logits, candidates)
     if manifest.drafter is not None and manifest.has_drafter_network:
-        networks[DRAFTER] = _drafter(manifest.drafter, dtype, shared)
+        networks[DRAFTER] = _drafter(manifest.drafter, dtype, keys | shared)
     return networks
 
 
@@ -155,7 +174,7 @@ def embedding(info: NetworksInfo) -> dict[str, Tensor]:
     return {} if table is None else {names.EMBEDDING: Tensor(HIDDEN_TYPES[info.weights], (table.rows, table.width))}
 
 
-def _drafter(drafter: DrafterInfo, dtype: str, shared: Mapping[str, Tensor]) -> NetworkSpec:
+def _drafter(drafter: DrafterInfo, dtype: str, others: Mapping[str, Tensor]) -> NetworkSpec:
     heads, head_dim = drafter.kv_shape
     inputs = {
         segment_drafter.INPUT_IDS: Tensor("int64", (BATCH, TOKENS)),
@@ -163,7 +182,7 @@ def _drafter(drafter: DrafterInfo, dtype: str, shared: Mapping[str, Tensor]) -> 
         segment_drafter.TOKEN_INDICES: Tensor("int64", (TOKENS,)),
         segment_drafter.PAST_LENGTHS: Tensor("int64", (BATCH,)),
         segment_drafter.LAST_TOKENS: Tensor("int64", (BATCH,)),
-        **shared,
+        **others,
     }
     outputs = {
         segment_drafter.LOGITS: Tensor("float32", (BATCH, 1, drafter.token_count)),
@@ -172,4 +191,4 @@ def _drafter(drafter: DrafterInfo, dtype: str, shared: Mapping[str, Tensor]) -> 
     for kind in ("key", "value"):
         inputs[names.past(0, kind)] = Tensor(dtype, (BATCH, heads, drafter.max_tokens, head_dim))
         outputs[names.present(0, kind)] = inputs[names.past(0, kind)]
-    return NetworkSpec(DRAFTER, inputs, outputs)
+    return NetworkSpec(DRAFTER, inputs, outputs, drafter.max_tokens)

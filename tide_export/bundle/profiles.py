@@ -13,6 +13,7 @@ from tide_export.errors import ConfigError
 
 PREFILL_TOKENS = 1024  # maximum tokens of a run; longer prompts are run in parts
 DECODE_TOKENS = 2  # maximum tokens of the decoding profile, unless a flavour has another (`Flavour.decode_tokens`)
+FEWEST_KEYS, USUAL_KEYS = 512, 2048  # tokens of the K/V buffers that attention reads (cpp/src/segmented/run_plan.h)
 SPARE_ROWS = 256  # rows of a buffer of hidden states beyond the longest run
 BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # maximum sequences of a run: default and limit
 

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from tide_export.compose import segments
 from tide_export.compose.kv_cache import attend_from_cache, page_inputs, page_outputs, past_buffers, present_outputs
-from tide_export.compose.segments import BATCH, TOKENS
+from tide_export.compose.segments import BATCH, KEYS, TOKENS
 from tide_export.graph.builder import GraphBuilder, Weights
 from tide_export.graph.rewriting import FLOAT, INT32, INT64, last_dim, static_dim, typed_value
 from tide_export.names import paged_drafter, segment_drafter
 from tide_export.names.networks import DRAFTER
+from tide_export.names.segment_networks import KEY_INDICES
 
 EMBEDDINGS = "embeddings"  # input: float32 [1, N, E], for `INPUT_IDS` where the bundle's embedding is put before it
 ROWS, LAST = "rows", "last"
@@ -111,12 +112,12 @@ def compose_drafter_segment(pieces: DrafterPieces) -> ir.Model:
     positions = segments.positions_of(builder, lengths, indices, capacity)
     start = len(builder.nodes)
     attended = builder.inline(pieces.attend, [embeddings, hidden, positions], BATCH, TOKENS)
-    places = builder.weights.constant("places", np.arange(capacity, dtype=np.int64).reshape(1, 1, 1, -1))
-    written = present_outputs(attend_from_cache(builder.nodes[start:], past, [lengths, positions, places]))
+    keys = typed_value(KEY_INDICES, INT64, [KEYS])
+    written = present_outputs(attend_from_cache(builder.nodes[start:], past, [lengths, positions, keys]))
     at = builder.op("Unsqueeze", [last, builder.weights.integers("axis_1", [1])], dtype=INT64, shape=[BATCH, 1])
     proposed = builder.inline(pieces.propose, [_row(builder, value, at) for value in attended], BATCH, 1)
     outputs = dict(zip((segment_drafter.LOGITS, segment_drafter.NEW_HIDDEN_STATES), proposed, strict=True))
-    inputs = [embeddings, hidden, indices, lengths, last, *past.values()]
+    inputs = [embeddings, hidden, indices, keys, lengths, last, *past.values()]
     return builder.model(DRAFTER, inputs, outputs | written, (), segments.OPSET, segments.IR_VERSION)
 
 

@@ -13,8 +13,9 @@ stays on the device, in buffers with a block for each slot that the networks upd
 
 The head's logits stay on the device: where the most likely tokens are enough, small networks find them there.
 
-Batch B and new tokens S are dynamic, C and P fixed. Slots with fewer new tokens are padded on the right: what padding
-writes after a slot's length is overwritten before it is read.
+Batch B, new tokens S and the J first positions of the K/V buffers, which attention reads, are dynamic; C and P are
+fixed. Slots with fewer new tokens are padded on the right: what padding writes after a slot's length is overwritten
+before it is read.
 """
 
 import numpy as np
@@ -32,7 +33,7 @@ from tide_export.names.networks import BEST, CANDIDATES, HEAD, segment_name
 from tide_export.routers.router import LensArrays, RouterArrays
 
 OPSET, IR_VERSION = 24, 11  # the first with TensorScatter
-BATCH, TOKENS = "batch", "tokens"
+BATCH, TOKENS, KEYS = "batch", "tokens", "keys"
 
 
 def compose_segments(
@@ -41,7 +42,7 @@ def compose_segments(
     """The networks by name: `segment_name(k)`, shallowest first, and `HEAD`.
 
     TideAttention in them has ten inputs: query, key, value, past key, past value, past lengths [B], positions [B, S],
-    positions of the buffers [1, 1, 1, C], sinks [H] and bias by key position [H, N] (the last two may be absent).
+    positions that it reads of the buffers [J], sinks [H] and bias by key position [H, N] (the last two may be absent).
 
     Args:
         capacity: tokens that the K/V buffers hold, C.
@@ -122,14 +123,13 @@ class _Segment:
             shape = [BATCH, TOKENS, pieces.carried_size]
             x = builder.op("Gather", [x, indices], {"axis": 2}, dtype=FLOAT, shape=[BATCH, 1, *shape[1:]])
             x = builder.op("Squeeze", [x, builder.weights.integers("axis_1", [1])], dtype=FLOAT, shape=shape)
-        places = np.arange(self.capacity, dtype=np.int64).reshape(1, 1, 1, -1)
-        places_of_buffers = builder.weights.constant("places", places)
+        keys = self._input(names.KEY_INDICES, INT64, [KEYS])
         past = past_buffers(pieces.kv_read(self.k), pieces.kv_shapes, BATCH, self.capacity)
         self.inputs |= {str(buffer.name): buffer for buffer in past.values()}
         start = len(builder.nodes)
         (y,) = builder.inline(pieces.segments[self.k], [x, positions], BATCH, TOKENS)
         y.shape = ir.Shape([BATCH, TOKENS, dims(y)[-1]])
-        written = attend_from_cache(builder.nodes[start:], past, [lengths, positions, places_of_buffers])
+        written = attend_from_cache(builder.nodes[start:], past, [lengths, positions, keys])
         self.outputs |= present_outputs(written)
         return y
 

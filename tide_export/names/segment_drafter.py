@@ -6,7 +6,7 @@ n is the number of tokens that it can propose, W the size of its hidden states, 
 | --- | --- | --- |
 | `INPUT_IDS` | int64 [B, S] | the tokens |
 | `HIDDEN_STATES` | T [B, S, W] | the model's hidden states before each token, or the drafter's own |
-| `TOKEN_INDICES`, `PAST_LENGTHS` | | equal to the segment networks' |
+| `TOKEN_INDICES`, `PAST_LENGTHS`, `segment_networks.KEY_INDICES` | | equal to the segment networks' |
 | `LAST_TOKENS` | int64 [B] | index of each slot's last real token, 0 .. S-1 |
 | `EMBEDDING` | T [V, E] | if the first segment has it |
 | `segment_networks.past` | | K/V buffers of one layer |

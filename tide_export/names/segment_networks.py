@@ -9,6 +9,7 @@ V if that is less. Every `new_` output is the memory of its input.
 | `INPUT_IDS` | int64 [B, S] | the first segment |
 | `PENDING_STATES` | T [B, 1, P, D] | segments after the first: hidden states pending before it |
 | `TOKEN_INDICES` | int64 [S] | 0 .. S-1 |
+| `KEY_INDICES` | int64 [J] | for TensorRT: 0 .. J-1, the tokens of the K/V buffers that attention reads |
 | `PAST_LENGTHS` | int64 [B] | tokens in the segment's K/V cache before the run |
 | `EXIT_STATES` | T [B, 1, P, D'] | all, and the head: what the head reads |
 | `EMBEDDING` | T [V, E] | the first segment and a tied head: the matrix of the bundle's embedding file |
@@ -37,6 +38,7 @@ BEST and CANDIDATES spare the host the whole logits; a NaN counts as infinity.
 INPUT_IDS = "input_ids"
 PENDING_STATES = "pending_states"
 TOKEN_INDICES = "token_indices"
+KEY_INDICES = "key_indices"
 PAST_LENGTHS = "past_lengths"
 EXIT_STATES = "exit_states"
 EXIT_ROW, DUMP_ROW, FINAL_ROW = 0, 1, 2  # of exits; of what does not exit; from here on the last segment's

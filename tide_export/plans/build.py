@@ -21,9 +21,9 @@ from typing import Any
 
 from tide_export.bundle.file_names import PLANS_FOLDER, network_file, plan_file
 from tide_export.bundle.manifest import Manifest
-from tide_export.bundle.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
+from tide_export.bundle.network_spec import NetworkSpec, RunSize, aliases, from_tensorrt, of_network, specs
 from tide_export.bundle.plan_fields import FP8, BuiltPlan, PlansInfo, PluginsInfo, Profile
-from tide_export.bundle.profiles import profiles_for
+from tide_export.bundle.profiles import FEWEST_KEYS, USUAL_KEYS, profiles_for
 from tide_export.common.files import user_cache
 from tide_export.common.formatting import size
 from tide_export.common.progress import stage
@@ -185,12 +185,12 @@ def shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
     kernel is chosen.
     """
     sizes = (
-        (profile.min_tokens, 1),
-        (profile.opt_tokens, profile.batch_size),
-        (profile.max_tokens, profile.batch_size),
+        RunSize(profile.min_tokens, 1, min(FEWEST_KEYS, spec.keys)),
+        RunSize(profile.opt_tokens, profile.batch_size, min(USUAL_KEYS, spec.keys)),
+        RunSize(profile.max_tokens, profile.batch_size, spec.keys),
     )
     return {
-        name: [list(tensor.dims(tokens, rows)) for tokens, rows in sizes]
+        name: [list(tensor.dims(size)) for size in sizes]
         for name, tensor in spec.inputs.items()
         if any(isinstance(dim, str) for dim in tensor.shape)
     }

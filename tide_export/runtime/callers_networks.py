@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from typing import Any, Protocol
 
+from tide_export.bundle.network_spec import RunSize
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import TideError
 from tide_export.runtime import native
@@ -22,7 +23,7 @@ logger = logging.getLogger("tide_export")
 Open = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, POINTER(c_int64))
 Run = ctypes.CFUNCTYPE(
     *(c_int, c_void_p, c_int64, c_char_p, POINTER(c_char_p), POINTER(c_void_p), c_size_t),
-    *(c_int64, c_int64, c_int64, c_int),
+    *(c_int64, c_int64, c_int64, c_int64, c_int),
 )
 Forget = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int64)
 Close = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
@@ -31,9 +32,7 @@ Close = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
 class Networks(Protocol):
     """Runs the networks on one set of buffers."""
 
-    def run(
-        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
-    ) -> bool:
+    def run(self, name: str, addresses: Mapping[str, int], size: RunSize, recording: int, captured: bool) -> bool:
         """Queues a run of a network, and returns whether its runs can be recorded.
 
         Args:
@@ -125,12 +124,14 @@ class _Callbacks:
         count: int,
         tokens: int,
         batch_size: int,
+        keys: int,
         recording: int,
         captured: int,
     ) -> int:
         try:
             named = {tensors[i].decode(): int(addresses[i] or 0) for i in range(count)}
-            records = self._opened[number].run(network.decode(), named, tokens, batch_size, recording, bool(captured))
+            size = RunSize(tokens, batch_size, keys)
+            records = self._opened[number].run(network.decode(), named, size, recording, bool(captured))
             _report(native.OK if records else native.ENDED)
         except BaseException as error:
             _failed(f"a run of {network.decode()} failed", error)

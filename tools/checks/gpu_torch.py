@@ -20,7 +20,7 @@ import onnx
 import torch
 
 from tide_export.bundle.file_names import network_file
-from tide_export.bundle.network_spec import specs
+from tide_export.bundle.network_spec import RunSize, specs
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.runtime.callers_networks import load_networks
 from tide_export.runtime.engine import Engine
@@ -106,22 +106,20 @@ class OnStream:
             for name, program in networks.programs.items()
         }
         self._stream = None if stream is None else torch.cuda.ExternalStream(stream)
-        self._pools = dict[tuple[str, int, int], torch.cuda.MemPool]()
+        self._pools = dict[tuple[str, RunSize], torch.cuda.MemPool]()
 
-    def run(
-        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
-    ) -> bool:
+    def run(self, name: str, addresses: Mapping[str, int], size: RunSize, recording: int, captured: bool) -> bool:
         self._all.runs[name] += 1
         self._all.recorded[name] += captured
         with contextlib.ExitStack() as within:
             within.enter_context(patch.object(in_pytorch, "_on_host", self._all.view))
             if self._stream is not None:
-                shape = (name, tokens, batch_size)
+                shape = (name, size)
                 if shape not in self._pools:
                     self._pools[shape] = torch.cuda.MemPool()
                 within.enter_context(torch.cuda.stream(self._stream))
                 within.enter_context(torch.cuda.use_mem_pool(self._pools[shape]))
-            self._networks[name].run(addresses, tokens, batch_size)
+            self._networks[name].run(addresses, size)
         return True
 
     def forget(self, recording: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tide_export.bundle.file_names import network_file, plan_file
-from tide_export.bundle.network_spec import NetworkSpec, of_network, specs
+from tide_export.bundle.network_spec import NetworkSpec, RunSize, of_network, specs
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.plan_fields import NetworksInfo, Profile
 from tide_export.errors import ProviderError, TideError
@@ -36,13 +36,13 @@ def feeds(spec: NetworkSpec, profile: Profile, info: NetworksInfo) -> Iterator[d
         for length in sorted(lengths):
             inputs = {}
             for name, tensor in spec.inputs.items():
-                shape = tensor.dims(tokens, rows)
+                shape = tensor.dims(RunSize(tokens, rows, min(capacity, 4 * (length + tokens))))
                 if name == names.PAST_LENGTHS:
                     inputs[name] = np.maximum(length - 3 * np.arange(rows), 0)
                 elif name == names.LAST_TOKENS:
                     inputs[name] = (tokens - 1) * (1 + np.arange(rows)) // rows
-                elif name == names.TOKEN_INDICES:
-                    inputs[name] = np.arange(tokens)
+                elif name in (names.TOKEN_INDICES, names.KEY_INDICES):
+                    inputs[name] = np.arange(*shape)
                 elif name == names.PENDING_LENGTHS:
                     inputs[name] = np.arange(rows)
                 elif name in (names.INPUT_IDS, names.ROWS):

@@ -105,10 +105,11 @@ TIDE_API void tide_engine_free(tide_engine* engine);
  *
  * gpu: the number of the GPU that they run on; -1: the host. provider: the engine's name.
  * open creates a set of networks whose work is queued on a CUDA stream (NULL on the host), and sets its number; close frees it.
- * run queues a run of a network over `tokens` tokens of each of `batch_size` sequences: its tensors by name, and their
- *     addresses. recording: 0, or the number of the recording that the run is part of: it is queued, then captured with the
- *     same arguments, and its context must not change until forget. captured: whether the stream is being captured. It returns
- *     TIDE_ENDED if the run was queued, but runs of this network cannot be recorded.
+ * run queues a run of a network over `tokens` tokens of each of `batch_size` sequences, whose attention reads the first `keys`
+ *     tokens of the K/V buffers: its tensors by name, and their addresses. recording: 0, or the number of the recording that the
+ *     run is part of: it is queued, then captured with the same arguments, and its context must not change until forget.
+ *     captured: whether the stream is being captured. It returns TIDE_ENDED if the run was queued, but runs of this network
+ *     cannot be recorded.
  * forget frees the contexts of a recording; it may be called while another run is queued. */
 typedef struct {
   void* context;
@@ -116,7 +117,7 @@ typedef struct {
   int gpu;
   tide_status (*open)(void* context, void* stream, int64_t* number);
   tide_status (*run)(void* context, int64_t number, const char* network, const char* const* tensors, void* const* addresses,
-                     size_t count, int64_t tokens, int64_t batch_size, int64_t recording, int captured);
+                     size_t count, int64_t tokens, int64_t batch_size, int64_t keys, int64_t recording, int captured);
   void (*forget)(void* context, int64_t number, int64_t recording);
   void (*close)(void* context, int64_t number);
   int reports; /* whether open and run call tide_report */

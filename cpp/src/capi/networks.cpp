@@ -40,7 +40,7 @@ class CallersNetwork final : public tide::Network {
     for (tide::Tensor const& tensor : spec_.tensors) names_.push_back(tensor.name.c_str());
   }
 
-  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
+  void run(std::vector<std::byte*> const& addresses, tide::RunSize const& size) override {
     bool const captured = device_ != nullptr && device_->recording();
     std::int64_t const recording = device_ == nullptr ? 0 : device_->recording_number();
     if (recording != 0 && !captured) device_->keep(std::make_shared<Recording>(opened_, recording));
@@ -48,7 +48,7 @@ class CallersNetwork final : public tide::Network {
     tide_networks const& networks = opened_->networks;
     begin_report();
     tide_status const returned = networks.run(networks.context, opened_->queue, spec_.name.c_str(), names_.data(),
-                                              memory.data(), names_.size(), tokens, batch_size, recording,
+                                              memory.data(), names_.size(), size.tokens, size.batch_size, size.keys, recording,
                                               captured ? 1 : 0);
     tide_status const status = reported(networks.reports, returned);
     if (status != TIDE_ENDED) return Opened::check(status);

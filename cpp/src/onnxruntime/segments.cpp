@@ -77,17 +77,17 @@ class OrtNetwork final : public Network {
   OrtNetwork(Ort::Session& session, NetworkSpec const& spec, std::optional<int> gpu, Recordings* recordings)
       : session_(session), spec_(spec), recordings_(recordings), memory_(gpu ? "Cuda" : "Cpu", gpu.value_or(0)) {}
 
-  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
+  void run(std::vector<std::byte*> const& addresses, RunSize const& size) override {
     try {
-      if (recordings_ == nullptr || tokens > kMaxRecorded) {
+      if (recordings_ == nullptr || size.tokens > kMaxRecorded) {
         Ort::IoBinding binding(session_);
-        bind(binding, addresses, tokens, batch_size);
+        bind(binding, addresses, size);
         return execute(binding, kNone);
       }
-      auto const [entry, is_new] = runs_.try_emplace({*this_thread(), tokens, batch_size, addresses}, session_);
+      auto const [entry, is_new] = runs_.try_emplace({*this_thread(), size.as_tuple(), addresses}, session_);
       Bound& bound = entry->second;
       if (is_new) {
-        bind(bound.binding, addresses, tokens, batch_size);
+        bind(bound.binding, addresses, size);
         for (auto one = runs_.begin(); one != runs_.end();) {  // those of threads that have ended
           one = one->second.thread.expired() ? runs_.erase(one) : std::next(one);
         }
@@ -110,13 +110,13 @@ class OrtNetwork final : public Network {
     std::weak_ptr<std::int64_t const> thread = this_thread();
   };
   // ONNX Runtime keeps recordings by thread.
-  using Key = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::vector<std::byte*>>;
+  using Key = std::tuple<std::int64_t, std::tuple<std::int64_t, std::int64_t, std::int64_t>, std::vector<std::byte*>>;
 
-  void bind(Ort::IoBinding& binding, std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) {
+  void bind(Ort::IoBinding& binding, std::vector<std::byte*> const& addresses, RunSize const& size) {
     for (std::size_t i = 0; i < addresses.size(); ++i) {
       Tensor const& tensor = spec_.tensors[i];
-      std::vector<std::int64_t> const dims = tensor.dims(tokens, batch_size);
-      Ort::Value const value = Ort::Value::on(memory_, addresses[i], tensor.size(tokens, batch_size), dims.data(),
+      std::vector<std::int64_t> const dims = tensor.dims(size);
+      Ort::Value const value = Ort::Value::on(memory_, addresses[i], tensor.size(size), dims.data(),
                                               dims.size(), element_type(tensor.dtype));
       if (tensor.is_input) binding.BindInput(tensor.name.c_str(), value);
       if (!tensor.is_input) binding.BindOutput(tensor.name.c_str(), value);

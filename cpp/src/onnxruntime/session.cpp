@@ -39,7 +39,8 @@ Tensor tensor_of(Ort::TensorInfo const& info, bool is_input) {
   }
   tensor.shape = info.shape;
   for (std::size_t d = 0; d < info.shape.size(); ++d) {
-    if (tensor.shape[d] < 0) tensor.shape[d] = info.symbols[d] == "batch" ? kSequences : kTokens;
+    if (tensor.shape[d] >= 0) continue;
+    tensor.shape[d] = info.symbols[d] == "batch" ? kSequences : info.symbols[d] == "keys" ? kKeys : kTokens;
   }
   return tensor;
 }

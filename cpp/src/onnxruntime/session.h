@@ -56,7 +56,7 @@ NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::stri
                             std::optional<std::int64_t> threads, char const* weights = kWeightsFile,
                             std::optional<OnCuda> gpu = std::nullopt, std::string const* replacement = nullptr);
 
-// The inputs and outputs of a network; a dimension of any name but "batch" is kTokens.
+// The inputs and outputs of a network; a dimension of any name but "batch" and "keys" is kTokens.
 std::vector<Tensor> tensors_of(Ort::Session const& session);
 
 // The type of this name in ONNX Runtime.

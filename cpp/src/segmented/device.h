@@ -29,7 +29,7 @@ struct Buffer {
 };
 
 // Identifies a piece of work: the network and what else its addresses and sizes depend on.
-using WorkKey = std::array<std::int64_t, 8>;
+using WorkKey = std::array<std::int64_t, 9>;
 
 // Work of which the device chooses parts: it does `first`, then one variant of each choice or none, then `last`.
 struct ChosenWork {

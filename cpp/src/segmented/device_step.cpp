@@ -58,7 +58,7 @@ bool DeviceStep::queue(std::vector<DeviceRequest> const& slots, std::vector<std:
   head_.tokens = std::max(head_.tokens, std::min(static_cast<std::int64_t>(shape_.slots), buffers_.info().max_logits));
   std::int64_t const kind = static_cast<std::int64_t>(segments_ + names::kAfterSegments) + shape_.decides * 2 + scores;
   WorkKey const key = {kind, static_cast<std::int64_t>(shape_.start), static_cast<std::int64_t>(shape_.slots),
-                       shape_.tokens, shape_.pending, head_.tokens, head_.fetched, head_.fetches()};
+                       shape_.tokens, shape_.pending, shape_.keys, head_.tokens, head_.fetched, head_.fetches()};
   for (std::size_t slot = shape_.start; slot < shape_.start + shape_.slots; ++slot) {
     for (std::size_t k = 0; k < segments_; ++k) buffers_.note_written(slot, lengths[k][slot] + most(k));
   }
@@ -96,15 +96,17 @@ bool DeviceStep::plan(std::vector<DeviceRequest> const& slots, std::vector<std::
     if (shape_.decides && one.max_pending > 0) shape_.pending = std::max(shape_.pending, power_of_two(one.max_pending));
   }
   if (shape_.slots > kMaxSlots) return false;
+  std::int64_t longest = 0;
   for (std::size_t k = 0; k < segments_; ++k) {
     for (DeviceRequest const& one : slots) {
       if (one.total - lengths[k][one.slot] > most(k)) return false;
     }
     for (std::size_t slot = shape_.start; slot < shape_.start + shape_.slots; ++slot) {
-      if (lengths[k][slot] + most(k) > buffers_.info().capacity) return false;
+      longest = std::max(longest, lengths[k][slot] + most(k));
     }
   }
-  return true;
+  shape_.keys = keys_for(longest, buffers_.info());
+  return longest <= shape_.keys;
 }
 
 // The most tokens of a slot, a power of two, in a run of segment k.
@@ -169,7 +171,7 @@ void DeviceStep::run(std::size_t k, std::int64_t tokens) const {
       {inputs_.address(kLengths) + wide, inputs_.address(kLast) + wide, inputs_.address(kPending) + wide,
        inputs_.address(kThreshold) + narrow, inputs_.address(kIds)},
       {outcomes_.address(kScores) + narrow, outcomes_.address(kFlags) + narrow}};
-  buffers_.run_network(k, shape_.start, small, tokens, static_cast<std::int64_t>(shape_.slots));
+  buffers_.run_network(k, shape_.start, small, {tokens, static_cast<std::int64_t>(shape_.slots), shape_.keys});
 }
 
 void DeviceStep::run_first() const {

@@ -66,6 +66,7 @@ class DeviceStep {
   struct Shape {
     std::size_t start, slots;       // the slots that its runs are over
     std::int64_t tokens, pending;  // of segment 0 of each, padded; that may be pending before each later one
+    std::int64_t keys;             // of the K/V buffers that attention reads
     bool decides, copies_scores;
   };
 

@@ -28,10 +28,10 @@ Head::Head(std::vector<NetworkSpec> const& specs, std::vector<std::unique_ptr<Ne
   Tensor const& logits = specs[head_][names::kLogits];
   vocabulary_ = static_cast<std::size_t>(logits.shape.back());
   most_ = static_cast<std::size_t>(found_tensors_[kTopTokens].shape.back());
-  logits_ = device.allocate(std::max(kAlignment, logits.size(info.max_logits)));
+  logits_ = device.allocate(std::max(kAlignment, logits.size({info.max_logits})));
   logits_host_ = device.staging(logits_.size);
   std::vector<std::size_t> sizes;
-  for (Tensor const& tensor : found_tensors_) sizes.push_back(tensor.size(info.max_logits));
+  for (Tensor const& tensor : found_tensors_) sizes.push_back(tensor.size({info.max_logits}));
   found_ = std::make_unique<Block>(device, sizes);
 }
 
@@ -93,17 +93,17 @@ void Head::queue(Plan const& plan) const {
   std::vector<std::byte*> addresses = {exits_.address, rows_.address(0)};
   if (info_.embedding && info_.embedding->tied) addresses.push_back(embedding_.address);
   addresses.push_back(logits);
-  networks_[head_]->run(addresses, plan.tokens, slots);
+  networks_[head_]->run(addresses, {plan.tokens, slots});
   if (plan.best) {
-    networks_[head_ + 1]->run({logits, found_->address(kBestToken), found_->address(kBestLogit)}, plan.tokens, slots);
+    networks_[head_ + 1]->run({logits, found_->address(kBestToken), found_->address(kBestLogit)}, {plan.tokens, slots});
   }
   if (plan.top) {
-    networks_[head_ + 2]->run({logits, found_->address(kTopLogits), found_->address(kTopTokens)}, plan.tokens, slots);
+    networks_[head_ + 2]->run({logits, found_->address(kTopLogits), found_->address(kTopTokens)}, {plan.tokens, slots});
   }
   std::size_t const size = static_cast<std::size_t>(plan.fetched) * vocabulary_ * sizeof(float);
   if (plan.fetched > 0) device_.download(logits_host_.address, logits, size);
   Found const last = plan.top ? kTopTokens : kBestLogit;
-  if (plan.best || plan.top) found_->download(last, found_tensors_[last].size(plan.tokens));
+  if (plan.best || plan.top) found_->download(last, found_tensors_[last].size({plan.tokens}));
 }
 
 void Head::take(std::vector<HeadRow> const& rows, Plan const& plan) {

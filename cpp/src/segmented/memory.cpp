@@ -28,12 +28,12 @@ SegmentBuffers::SegmentBuffers(std::vector<NetworkSpec> const& specs, DeviceNetw
       last_run_(slots) {
   std::size_t const num_segments = specs.size() - names::kAfterSegments;
   auto const count = static_cast<std::int64_t>(slots);
-  exits_ = device_->allocate(std::max(kAlignment, specs[num_segments][names::kExitStates].size(1, count)));
+  exits_ = device_->allocate(std::max(kAlignment, specs[num_segments][names::kExitStates].size({1, count})));
   head_ = std::make_unique<Head>(specs, networks_, *device_, info, exits_, embedding_, slots);
-  indices_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{bytes_of(info.max_tokens)});
-  std::iota(indices_->host<std::int64_t>(0), indices_->host<std::int64_t>(0) + info.max_tokens, 0);
+  indices_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{bytes_of(info.capacity)});
+  std::iota(indices_->host<std::int64_t>(0), indices_->host<std::int64_t>(0) + info.capacity, 0);
   for (std::size_t k = 0; k < num_segments; ++k) add_segment(k);
-  indices_->upload(0, bytes_of(info.max_tokens));  // all memory is there
+  indices_->upload(0, bytes_of(info.capacity));  // all memory is there
 }
 
 SegmentBuffers::~SegmentBuffers() {
@@ -70,7 +70,7 @@ void SegmentBuffers::add_segment(std::size_t k) {
   place(names::kInputIds).input = kIds;
   place(names::kRouterScore).verdict = kScores;
   place(names::kExitFlag).verdict = kFlags;
-  place(names::kTokenIndices).address = indices_->address(0);
+  for (char const* indices : {names::kTokenIndices, names::kKeyIndices}) place(indices).address = indices_->address(0);
   place(names::kExitStates).address = exits_.address;
   place(names::kEmbedding).address = embedding_.address;
   if (k > 0) {
@@ -81,7 +81,7 @@ void SegmentBuffers::add_segment(std::size_t k) {
     std::size_t const input = spec.alias(output);
     if (input == output) continue;  // not updated in place
     Place& updated = segment.places[input];
-    if (updated.address == nullptr) updated.address = allocate(spec.tensors[input].size(1, slots));
+    if (updated.address == nullptr) updated.address = allocate(spec.tensors[input].size({1, slots}));
     segment.places[output].address = updated.address;
   }
   for (std::size_t input = 0; input < spec.tensors.size(); ++input) {
@@ -176,19 +176,18 @@ void SegmentBuffers::launch(std::size_t k, std::size_t index, Run const& run, Ru
   buffers.queued = true;
   bool const copied = verdict && k + 1 < segments_.size();
   WorkKey const key = {static_cast<std::int64_t>(k), static_cast<std::int64_t>(index),
-                       static_cast<std::int64_t>(run.start()), batch_size, run.tokens, copied};
+                       static_cast<std::int64_t>(run.start()), batch_size, run.tokens, run.keys, copied};
   auto const work = [&] {
     if (k == 0) buffers.inputs.upload(kIds, bytes_of(batch_size * run.tokens));
     if (k > 0) buffers.inputs.upload(kThreshold, slots * sizeof(float));
-    run_network(k, run.start(), small, run.tokens, batch_size);
+    run_network(k, run.start(), small, {run.tokens, batch_size, run.keys});
     if (copied) buffers.verdict.download(kFlags, slots * sizeof(std::int32_t));
   };
   if (run.tokens > DeviceStep::kMaxTokens || !records_runs_) return work();
   device_->launch(key, work);
 }
 
-void SegmentBuffers::run_network(std::size_t k, std::size_t start, SmallAddresses const& small, std::int64_t tokens,
-                                 std::int64_t slots) const {
+void SegmentBuffers::run_network(std::size_t k, std::size_t start, SmallAddresses const& small, RunSize const& size) const {
   std::vector<std::byte*> addresses;
   for (Place const& place : segments_[k].places) {
     std::byte* const address = place.input != kNoInput       ? small.inputs[place.input]
@@ -196,7 +195,7 @@ void SegmentBuffers::run_network(std::size_t k, std::size_t start, SmallAddresse
                                                              : place.address + start * place.stride;
     addresses.push_back(address);
   }
-  networks_[k]->run(addresses, tokens, slots);
+  networks_[k]->run(addresses, size);
 }
 
 bool SegmentBuffers::exits(std::size_t slot) const {

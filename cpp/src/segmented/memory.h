@@ -87,9 +87,8 @@ class SegmentBuffers {
     std::array<std::byte*, 2> verdict;  // scores, exit flags
   };
 
-  // Queues a run of segment k over `tokens` tokens of each of some adjacent slots, whose small inputs are on the device.
-  void run_network(std::size_t k, std::size_t start, SmallAddresses const& small, std::int64_t tokens,
-                   std::int64_t slots) const;
+  // Queues a run of segment k over slots from `start` on, whose small inputs are on the device.
+  void run_network(std::size_t k, std::size_t start, SmallAddresses const& small, RunSize const& size) const;
 
   // Notes that the tokens of a slot before `length` may be written.
   void note_written(std::size_t slot, std::int64_t length) { written_[slot] = std::max(written_[slot], length); }

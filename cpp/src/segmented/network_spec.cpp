@@ -21,7 +21,7 @@ std::string shown(Tensor const& tensor) {
   std::string dims;
   for (std::int64_t const size : tensor.shape) {
     dims += dims.empty() ? "" : ", ";
-    dims += size == kTokens ? "'tokens'" : size == kSequences ? "'batch'" : std::to_string(size);
+    dims += size == kTokens ? "'tokens'" : size == kSequences ? "'batch'" : size == kKeys ? "'keys'" : std::to_string(size);
   }
   return tensor.dtype + " [" + dims + "]";
 }
@@ -47,6 +47,7 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
   if (k == 0 && info.embedding) inputs.push_back(embedding_input(info));
   if (k > 0) input(names::kPendingStates, dtype, pending);
   input(names::kTokenIndices, "int64", {kTokens});
+  if (!info.cuda) input(names::kKeyIndices, "int64", {kKeys});
   input(names::kPastLengths, "int64", {kSequences});
   input(names::kExitStates, dtype, exits);
   output(names::kNewExitStates, dtype, exits);
@@ -67,7 +68,7 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
     }
   }
   inputs.insert(inputs.end(), outputs.begin(), outputs.end());
-  return {names::segment(k), std::move(inputs)};
+  return {names::segment(k), std::move(inputs), info.capacity};
 }
 
 NetworkSpec drafter_spec(Manifest const& manifest) {
@@ -81,7 +82,9 @@ NetworkSpec drafter_spec(Manifest const& manifest) {
                     {names::kHiddenStates, true, dtype, {kSequences, kTokens, width}},
                     {names::kTokenIndices, true, "int64", {kTokens}},
                     {names::kPastLengths, true, "int64", {kSequences}},
-                    {names::kLastTokens, true, "int64", {kSequences}}}};
+                    {names::kLastTokens, true, "int64", {kSequences}}},
+                   drafter.max_tokens};
+  if (!manifest.networks->cuda) spec.tensors.push_back({names::kKeyIndices, true, "int64", {kKeys}});
   if (manifest.networks->embedding) spec.tensors.push_back(embedding_input(*manifest.networks));
   std::vector<std::int64_t> const kv = {kSequences, drafter.kv_shape.heads, drafter.max_tokens, drafter.kv_shape.head_dim};
   for (char const* kind : names::kKinds) spec.tensors.push_back({names::past(0, kind), true, dtype, kv});
@@ -93,15 +96,17 @@ NetworkSpec drafter_spec(Manifest const& manifest) {
 
 }  // namespace
 
-std::vector<std::int64_t> Tensor::dims(std::int64_t tokens, std::int64_t batch_size) const {
+std::vector<std::int64_t> Tensor::dims(RunSize const& run) const {
   std::vector<std::int64_t> sizes = shape;
-  for (std::int64_t& size : sizes) size = size == kTokens ? tokens : size == kSequences ? batch_size : size;
+  for (std::int64_t& size : sizes) {
+    size = size == kTokens ? run.tokens : size == kSequences ? run.batch_size : size == kKeys ? run.keys : size;
+  }
   return sizes;
 }
 
-std::size_t Tensor::size(std::int64_t tokens, std::int64_t batch_size) const {
+std::size_t Tensor::size(RunSize const& run) const {
   std::size_t bytes = kItemSizes.at(dtype);
-  for (std::int64_t const dim : dims(tokens, batch_size)) bytes *= static_cast<std::size_t>(dim);
+  for (std::int64_t const dim : dims(run)) bytes *= static_cast<std::size_t>(dim);
   return bytes;
 }
 

@@ -5,13 +5,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "tide/manifest.h"
 
 namespace tide {
 
-constexpr std::int64_t kTokens = -1, kSequences = -2;  // the dynamic dimensions of a run
+constexpr std::int64_t kTokens = -1, kSequences = -2, kKeys = -3;  // the dynamic dimensions of a run
+
+// The sizes of a run: tokens of each sequence, sequences, tokens of the K/V buffers that attention reads.
+struct RunSize {
+  std::int64_t tokens = 1, batch_size = 1, keys = 1;
+
+  std::tuple<std::int64_t, std::int64_t, std::int64_t> as_tuple() const { return {tokens, batch_size, keys}; }
+};
 
 // One tensor of a network: element type by name ("float32", "float16", "bfloat16", "int64", "int32") and shape.
 struct Tensor {
@@ -20,15 +28,16 @@ struct Tensor {
   std::string dtype;
   std::vector<std::int64_t> shape;
 
-  // The shape, and the bytes, in a run over so many tokens of so many sequences.
-  std::vector<std::int64_t> dims(std::int64_t tokens, std::int64_t batch_size = 1) const;
-  std::size_t size(std::int64_t tokens = 1, std::int64_t batch_size = 1) const;
+  // The shape, and the bytes, in a run.
+  std::vector<std::int64_t> dims(RunSize const& run) const;
+  std::size_t size(RunSize const& run = {}) const;
 };
 
 // The inputs and outputs of a network.
 struct NetworkSpec {
   std::string name;
   std::vector<Tensor> tensors;  // inputs first
+  std::int64_t keys = 0;        // tokens of its K/V buffers
 
   std::size_t index(std::string const& tensor) const;  // in `tensors`; their number if there is none of this name
   Tensor const& operator[](std::string const& tensor) const { return tensors.at(index(tensor)); }
@@ -66,9 +75,8 @@ class Network {
  public:
   virtual ~Network() = default;
 
-  // Queues a run over `tokens` tokens of each of `batch_size` sequences. addresses: of the specification's tensors, in
-  // its order.
-  virtual void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) = 0;
+  // Queues a run. addresses: of the specification's tensors, in its order.
+  virtual void run(std::vector<std::byte*> const& addresses, RunSize const& size) = 0;
 };
 
 }  // namespace tide

@@ -25,6 +25,12 @@ std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_to
   return rounded <= max_tokens && length + rounded <= capacity ? rounded : count;
 }
 
+std::int64_t keys_for(std::int64_t length, NetworksInfo const& info) {
+  std::int64_t keys = info.cuda ? info.capacity : 512;
+  while (keys < length) keys *= 4;
+  return std::min(keys, info.capacity);
+}
+
 std::vector<Run> runs_over(std::vector<RunCount> const& counts, std::vector<std::int64_t> const& lengths,
                            NetworksInfo const& info) {
   std::vector<Run> runs;
@@ -47,6 +53,11 @@ std::vector<Run> runs_over(std::vector<RunCount> const& counts, std::vector<std:
   for (auto const& [slot, count] : counts) {
     if (count <= info.max_slot_tokens) continue;
     runs.push_back({{slot}, padded(count, lengths[slot], info.max_tokens, info.capacity)});
+  }
+  for (Run& run : runs) {
+    auto const longest = std::max_element(lengths.begin() + static_cast<std::ptrdiff_t>(run.start()),
+                                          lengths.begin() + static_cast<std::ptrdiff_t>(run.stop()));
+    run.keys = keys_for(*longest + run.tokens, info);
   }
   return runs;
 }

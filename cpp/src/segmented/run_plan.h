@@ -19,10 +19,10 @@ struct RunCount {
   std::int64_t count;
 };
 
-// A run over slots start .. stop-1, `tokens` of each.
+// A run over slots start .. stop-1, `tokens` of each, whose attention reads the first `keys` tokens of their buffers.
 struct Run {
   std::vector<std::size_t> active;  // slots that have something to run, ascending; the others are padding
-  std::int64_t tokens;
+  std::int64_t tokens, keys = 0;
 
   std::size_t start() const { return active.front(); }
   std::size_t stop() const { return active.back() + 1; }
@@ -32,6 +32,10 @@ struct Run {
 // Pads a run over `count` tokens after `length` in the cache to the next power of two, if that fits the largest
 // optimization profile (`max_tokens`) and the K/V buffers (`capacity` tokens).
 std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_tokens, std::int64_t capacity);
+
+// How many tokens of K/V buffers attention reads where the longest sequence has `length`: 512, 2048, 8192, ... or all, so
+// that there are few sizes to record; on CUDA all, where the operator reads each sequence's own.
+std::int64_t keys_for(std::int64_t length, NetworksInfo const& info);
 
 // The runs of one segment over some slots, each slot in one of them.
 //

@@ -33,16 +33,16 @@ DraftBuffers::DraftBuffers(NetworkSpec const& spec, DeviceNetworks device_networ
   auto const count = static_cast<std::int64_t>(slots);
   std::int64_t const most = std::max(sizes_.max_tokens, count * sizes_.max_slot_tokens);
   Tensor const& hidden = spec[names::kHiddenStates];
-  indices_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{size_of(sizes_.max_tokens)});
+  indices_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{size_of(sizes_.capacity)});
   inputs_ = std::make_unique<Block>(
-      *device_, std::vector<std::size_t>{size_of(count), size_of(count), size_of(most), hidden.size(most)});
-  outputs_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{spec[names::kLogits].size(1, count),
-                                                                        spec[names::kNewHiddenStates].size(1, count)});
+      *device_, std::vector<std::size_t>{size_of(count), size_of(count), size_of(most), hidden.size({most})});
+  outputs_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{spec[names::kLogits].size({1, count}),
+                                                                        spec[names::kNewHiddenStates].size({1, count})});
   for (std::size_t i = 0; i < spec.tensors.size(); ++i) {
-    if (spec.is_kv_input(i)) kv_.push_back(device_->allocate(std::max(kAlignment, spec.tensors[i].size(1, count))));
+    if (spec.is_kv_input(i)) kv_.push_back(device_->allocate(std::max(kAlignment, spec.tensors[i].size({1, count}))));
   }
-  std::iota(indices_->host<std::int64_t>(0), indices_->host<std::int64_t>(0) + sizes_.max_tokens, 0);
-  indices_->upload(0, size_of(sizes_.max_tokens));  // all memory is there
+  std::iota(indices_->host<std::int64_t>(0), indices_->host<std::int64_t>(0) + sizes_.capacity, 0);
+  indices_->upload(0, size_of(sizes_.capacity));  // all memory is there
 }
 
 DraftBuffers::~DraftBuffers() {
@@ -131,7 +131,7 @@ void DraftBuffers::run(Run const& run, std::vector<SlotDraft const*> const& by_s
     std::byte* address = nullptr;
     if (tensor.name == names::kInputIds) address = inputs_->address(kIds);
     if (tensor.name == names::kHiddenStates) address = inputs_->address(kHidden);
-    if (tensor.name == names::kTokenIndices) address = indices_->address(0);
+    if (tensor.name == names::kTokenIndices || tensor.name == names::kKeyIndices) address = indices_->address(0);
     if (tensor.name == names::kPastLengths) address = inputs_->address(kLengths);
     if (tensor.name == names::kLastTokens) address = inputs_->address(kLast);
     if (tensor.name == names::kEmbedding) address = embedding_.address;
@@ -143,9 +143,9 @@ void DraftBuffers::run(Run const& run, std::vector<SlotDraft const*> const& by_s
   }
   auto const batch_size = static_cast<std::int64_t>(count);
   std::size_t const vocabulary = info_.tokens.size();
-  device_->launch({0, 0, static_cast<std::int64_t>(run.start()), batch_size, run.tokens}, [&] {
+  device_->launch({0, 0, static_cast<std::int64_t>(run.start()), batch_size, run.tokens, run.keys}, [&] {
     inputs_->upload(kHidden, count * tokens * width * item);
-    networks_[0]->run(addresses, run.tokens, batch_size);
+    networks_[0]->run(addresses, {run.tokens, batch_size, run.keys});
     outputs_->download(kNewHidden, count * width * item);
   });
   device_->synchronize();

@@ -188,13 +188,13 @@ void check_plan(LoadedPlan const& loaded, std::string const& path) {
                       std::to_string(profiles.size()) + " of its manifest");
   }
   for (std::size_t number = 0; number < count; ++number) {
-    for (char const* const name : {names::kPastLengths, names::kTokenIndices, names::kExitStates, names::kRows,
-                                   names::kLogits}) {
+    for (char const* const name : {names::kPastLengths, names::kTokenIndices, names::kKeyIndices, names::kExitStates,
+                                   names::kRows, names::kLogits}) {
       std::size_t const index = spec.index(name);
       if (index == spec.tensors.size() || !spec.tensors[index].is_input) continue;
       std::vector<std::int64_t> const largest = sizes_of(plan->getProfileShape(
           name, static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
-      if (largest == spec[name].dims(profiles[number].max_tokens, profiles[number].batch_size)) continue;
+      if (largest == spec[name].dims({profiles[number].max_tokens, profiles[number].batch_size, spec.keys})) continue;
       throw BundleError("plan '" + path + "' takes " + name + " of [" + joined(largest, ", ") +
                         "] at most in profile " + profiles[number].name + ", unlike its manifest");
     }
@@ -226,14 +226,14 @@ class TrtNetwork final : public Network {
              Copies const& copies)
       : plan_(plan), device_(device), memory_(std::move(memory)), kernels_(kernels), copies_(copies) {}
 
-  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
-    std::size_t const profile = pick_profile(plan_.profiles, tokens, batch_size);
+  void run(std::vector<std::byte*> const& addresses, RunSize const& size) override {
+    std::size_t const profile = pick_profile(plan_.profiles, size.tokens, size.batch_size);
     bool const recorded = device_.recording_number() != 0;
-    Arguments const arguments{addresses, tokens, batch_size};
+    Arguments const arguments{addresses, size.as_tuple()};
     std::shared_ptr<Context> context = recorded ? recorded_[arguments].lock() : contexts_[profile];
     bool const is_new = context == nullptr;
     if (is_new) context = std::make_shared<Context>(new_context(profile));
-    if (is_new || !recorded) set(*context->context, addresses, tokens, batch_size);
+    if (is_new || !recorded) set(*context->context, addresses, size);
     if (!recorded) contexts_[profile] = context;
     if (recorded && !device_.recording()) {
       recorded_[arguments] = context;
@@ -242,8 +242,8 @@ class TrtNetwork final : public Network {
     if (!device_.recording() && !capturable(*context->context, stream())) {
       device_.end_recording(kTitle + " cannot record runs of " + plan_.spec.name);
     }
-    require(context->context->enqueueV3(stream()), "a run over ", std::to_string(tokens) + " tokens");
-    copies_.after_run(plan_, batch_size);
+    require(context->context->enqueueV3(stream()), "a run over ", std::to_string(size.tokens) + " tokens");
+    copies_.after_run(plan_, size.batch_size);
   }
 
  private:
@@ -251,15 +251,14 @@ class TrtNetwork final : public Network {
     std::unique_ptr<nvinfer1::IRuntimeConfig> config;
     std::unique_ptr<nvinfer1::IExecutionContext> context;
   };
-  using Arguments = std::tuple<std::vector<std::byte*>, std::int64_t, std::int64_t>;
+  using Arguments = std::tuple<std::vector<std::byte*>, std::tuple<std::int64_t, std::int64_t, std::int64_t>>;
 
-  void set(nvinfer1::IExecutionContext& execution, std::vector<std::byte*> const& addresses, std::int64_t tokens,
-           std::int64_t batch_size) const {
+  void set(nvinfer1::IExecutionContext& execution, std::vector<std::byte*> const& addresses, RunSize const& size) const {
     std::vector<Tensor> const& tensors = plan_.spec.tensors;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       char const* const name = tensors[i].name.c_str();
       if (tensors[i].is_input) {
-        require(execution.setInputShape(name, dims_of(tensors[i].dims(tokens, batch_size))), "the shape of ", name);
+        require(execution.setInputShape(name, dims_of(tensors[i].dims(size))), "the shape of ", name);
       }
       require(execution.setTensorAddress(name, addresses[i]), "the address of ", name);
     }

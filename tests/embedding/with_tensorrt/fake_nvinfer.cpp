@@ -28,7 +28,7 @@ bool fake_cuda_is_capturing(void* stream);
 
 // Runs a network; not 0: it failed.
 int (*fake_trt_run)(char const* network, char const* const* names, void* const* addresses, std::size_t count,
-                    std::int64_t tokens, std::int64_t batch_size) = nullptr;
+                    std::int64_t tokens, std::int64_t batch_size, std::int64_t keys) = nullptr;
 }
 
 namespace {
@@ -37,7 +37,7 @@ void (*copy_by_plugin)(long bytes) = nullptr;  // of the stand-in for the plugin
 
 constexpr int kChanged = 720;  // no error of CUDA
 
-constexpr std::int64_t kWorkingMemory = 4096, kAnyTokens = -1, kAnyBatch = -2;
+constexpr std::int64_t kWorkingMemory = 4096, kAnyTokens = -1, kAnyBatch = -2, kAnyKeys = -3;
 
 struct Description {
   bool is_input;
@@ -46,9 +46,11 @@ struct Description {
 };
 
 struct Sizes {
-  std::int64_t tokens = 0, batch_size = 1;
+  std::int64_t tokens = 0, batch_size = 1, keys = 1;
 
-  bool operator==(Sizes const& other) const { return tokens == other.tokens && batch_size == other.batch_size; }
+  bool operator==(Sizes const& other) const {
+    return tokens == other.tokens && batch_size == other.batch_size && keys == other.keys;
+  }
 };
 
 struct Plan {
@@ -70,7 +72,7 @@ Plan plan_of(std::istream& text) {
     words >> kind;
     if (kind == "profile") {
       Sizes sizes;
-      words >> sizes.tokens >> sizes.batch_size;
+      words >> sizes.tokens >> sizes.batch_size >> sizes.keys;
       plan.profiles.push_back(sizes);
       continue;
     }
@@ -168,7 +170,8 @@ int run(void* context) {
     names.push_back(name.c_str());
     places.push_back(address);
   }
-  return fake_trt_run(network.c_str(), names.data(), places.data(), names.size(), sizes.tokens, sizes.batch_size);
+  return fake_trt_run(network.c_str(), names.data(), places.data(), names.size(), sizes.tokens, sizes.batch_size,
+                      sizes.keys);
 }
 
 class FakeContext final : public IExecutionContext, StubVExecutionContext {
@@ -195,9 +198,10 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
     for (std::size_t d = 0; d < shape.size(); ++d) {
       if (shape[d] == kAnyTokens) sizes_.tokens = dims.d[d];
       if (shape[d] == kAnyBatch) sizes_.batch_size = dims.d[d];
+      if (shape[d] == kAnyKeys) sizes_.keys = dims.d[d];
       if (shape[d] >= 0 && shape[d] != dims.d[d]) return false;
     }
-    return sizes_.tokens <= most.tokens && sizes_.batch_size <= most.batch_size;
+    return sizes_.tokens <= most.tokens && sizes_.batch_size <= most.batch_size && sizes_.keys <= most.keys;
   }
   bool setTensorAddress(char const* name, void* data) noexcept override {
     ++*changes_;
@@ -264,7 +268,11 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
   Dims getProfileShape(char const* name, std::int32_t profile, OptProfileSelector) const noexcept override {
     std::vector<std::int64_t> shape = plan_.tensors.at(name).shape;
     Sizes const& most = plan_.profiles[static_cast<std::size_t>(profile)];
-    for (std::int64_t& size : shape) size = size == kAnyTokens ? most.tokens : size == kAnyBatch ? most.batch_size : size;
+    for (std::int64_t& size : shape) {
+      if (size == kAnyTokens) size = most.tokens;
+      if (size == kAnyBatch) size = most.batch_size;
+      if (size == kAnyKeys) size = most.keys;
+    }
     return dims_of(shape);
   }
   std::int64_t getDeviceMemorySizeV2() const noexcept override { return kWorkingMemory; }

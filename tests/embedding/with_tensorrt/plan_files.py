@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from tide_export.bundle.file_names import PLANS_FOLDER, plan_file
-from tide_export.bundle.network_spec import BATCH, TOKENS, of_network, specs
+from tide_export.bundle.network_spec import BATCH, KEYS, TOKENS, of_network, specs
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.plan_fields import PlansInfo, Profile
 from tide_export.bundle.profiles import profiles_for
 from tide_export.bundle.store import write_manifest
 from tide_export.names.networks import segment_name
 
-SIZES = {TOKENS: -1, BATCH: -2}
+SIZES = {TOKENS: -1, BATCH: -2, KEYS: -3}
 
 
 def with_engines(
@@ -41,7 +41,7 @@ def write_engine(bundle: Path, name: str, wrong: str = "", profiles: tuple[Profi
     spec = specs(manifest, info)[name]
     lines = ["an engine", name, wrong]
     takes = of_network(name, profiles or profiles_for(info), info)
-    lines += [f"profile {profile.max_tokens} {profile.batch_size}" for profile in takes]
+    lines += [f"profile {profile.max_tokens} {profile.batch_size} {spec.keys}" for profile in takes]
     for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
         for key, tensor in tensors.items():
             lines.append(f"{kind} {key} {tensor.dtype} {' '.join(str(SIZES.get(d, d)) for d in tensor.shape)}")

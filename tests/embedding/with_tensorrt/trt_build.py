@@ -16,6 +16,7 @@ from caller_networks import CallersNetworks
 from fake_cudart import compiled
 from tensorrt_stubs import stubs
 
+from tide_export.bundle.network_spec import RunSize
 from tide_export.common.version import __version__
 
 # By flavour: the variable, how the version is defined in its headers, and the name of its library.
@@ -26,7 +27,7 @@ HEADERS = {
 Log = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 Run = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_void_p)),
-    *(ctypes.c_size_t, ctypes.c_int64, ctypes.c_int64),
+    *(ctypes.c_size_t, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
 )
 
 
@@ -71,9 +72,9 @@ class Build:
     def run_networks(self, networks: CallersNetworks) -> None:
         """Lets the engines compute what these networks do."""
 
-        def run(name: bytes, tensors: Any, addresses: Any, count: int, tokens: int, batch_size: int) -> int:
+        def run(name: bytes, tensors: Any, addresses: Any, count: int, *size: int) -> int:
             found = {tensors[i].decode(): addresses[i] for i in range(count)}
-            networks.run(name.decode(), found, tokens, batch_size, 0, False)
+            networks.run(name.decode(), found, RunSize(*size), 0, False)
             return 0
 
         self._running = Run(run)

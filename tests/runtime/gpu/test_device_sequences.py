@@ -3,21 +3,23 @@
 import gc
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from caller_networks import CallersNetworks, Run
+from caller_networks import CallersNetworks, Run, callers_engine
 from fake_cudart import FakeCudart
-from generations import NEW_TOKENS, alone, facts
+from generations import NEW_TOKENS, alone, facts, together
 from judge import TEXT
 from tiny_configs import CHECKPOINTS, CONTEXT, LAYERS
 from tiny_engines import MAX_TOKENS
 
+from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import segment_name
-from tide_export.runtime.engine import Engine
+from tide_export.runtime.engine import Engine, open_engine
 
 REPEATED = TEXT[:30] * 2  # so that lookups come to something
 PROMPTS = [TEXT[:1], TEXT[5:7], TEXT[:17], REPEATED, [*REPEATED, *REPEATED, *TEXT]]
@@ -63,6 +65,29 @@ def test_the_whole_context_and_no_token_more(graph: Engine, engine: Engine, thre
         expected = alone(graph, prompts, **options)
         assert [one.finish_reason for one in expected] == ["context"] * 4
         assert [facts(one) for one in alone(engine, prompts, **options)] == [facts(one) for one in expected]
+
+
+def test_attention_reads_no_more_of_the_buffers_than_the_sequences_take(
+    demo_bundle: Path, device: FakeCudart | None
+) -> None:
+    """512 of 1024 positions up to the 512th token, however the step is run."""
+    bundle, random = open_bundle(demo_bundle, verify=False), np.random.default_rng(0)
+    cpu, (engine, networks) = open_engine(bundle, "cpu", threads=1), callers_engine(bundle, device)
+    seen = set[tuple[int, int]]()
+
+    def note(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
+        if names.KEY_INDICES in tensors:
+            seen.add((len(tensors[names.KEY_INDICES]), int(tensors[names.PAST_LENGTHS].max()) + run[1]))
+
+    networks.after = note
+    for generate, prompts in ((alone, [500]), (together, [40, 503, 7])):
+        texts = [random.integers(3, 4000, count).tolist() for count in prompts]
+        options: dict[str, Any] = {"max_new_tokens": 20, "threshold": 0.6, "min_layers": 0, "max_pending": 4}
+        found, expected = (generate(one, texts, **options) for one in (engine, cpu))
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert {keys for keys, _ in seen} == {512, 1024}
+    assert all(length <= 512 for keys, length in seen if keys == 512)
+    assert min(length for keys, length in seen if keys == 1024) in range(500, 520), "a step is over all it may run"
 
 
 def test_buffers_are_used_again_and_by_one_sequence_at_a_time(

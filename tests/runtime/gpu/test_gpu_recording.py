@@ -20,6 +20,7 @@ from generations import PROMPTS, alone, facts
 from judge import TEXT
 from tiny_engines import TinyLlama
 
+from tide_export.bundle.network_spec import RunSize
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
 from tide_export.names.networks import BEST, segment_name
@@ -104,18 +105,12 @@ def test_networks_that_cannot_be_recorded_end_recording(
     run = Queued.run
 
     def refuses(
-        self: Queued,
-        name: str,
-        addresses: Mapping[str, int],
-        tokens: int,
-        batch_size: int,
-        recording: int,
-        captured: bool,
+        self: Queued, name: str, addresses: Mapping[str, int], size: RunSize, recording: int, captured: bool
     ) -> bool:
         if captured and raises:
-            raise GenerationError(f"TensorRT refused a run over {tokens} tokens in {name}")
+            raise GenerationError(f"TensorRT refused a run over {size.tokens} tokens in {name}")
         assert not captured
-        return run(self, name, addresses, tokens, batch_size, recording, captured) and raises
+        return run(self, name, addresses, size, recording, captured) and raises
 
     monkeypatch.setattr(Queued, "run", refuses)
     engine, _ = on_gpu()

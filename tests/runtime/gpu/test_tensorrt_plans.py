@@ -23,7 +23,7 @@ from judge import TEXT
 from tiny_engines import TinyLlama
 
 from tide_export.bundle.file_names import PLANS_FOLDER, plan_file
-from tide_export.bundle.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network
+from tide_export.bundle.network_spec import BATCH, KEYS, TENSORRT_TYPES, TOKENS, NetworkSpec, RunSize, of_network
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.plan_fields import NetworksInfo, PlansInfo, PluginsInfo, Profile
 from tide_export.bundle.profiles import profiles_for, run_sizes
@@ -76,7 +76,7 @@ class Context:
         self._profile: Profile | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
-        self._last: tuple[int, int] | None = None
+        self._last: RunSize | None = None
         self.changes = 0
         functions, address = library.cudart.functions, c_void_p()
         assert functions.cudaMalloc(byref(address), ctypes.c_size_t(CONTEXT_BYTES)) == 0, "out of memory"
@@ -92,7 +92,7 @@ class Context:
     def set_input_shape(self, name: str, dims: tuple[int, ...]) -> bool:
         self.changes += 1
         assert self._profile is not None
-        most = {TOKENS: self._profile.max_tokens, BATCH: self._profile.batch_size}
+        most = {TOKENS: self._profile.max_tokens, BATCH: self._profile.batch_size, KEYS: self._engine.spec.keys}
         self._shapes[name] = dims
         return all(
             1 <= given <= most[size] if isinstance(size, str) else given == size
@@ -105,11 +105,11 @@ class Context:
         return address % ALIGNMENT == 0
 
     def execute_async_v3(self, stream: int) -> bool:
-        spec, sizes = self._engine.spec, {TOKENS: 1, BATCH: 1}
+        spec, sizes = self._engine.spec, {TOKENS: 1, BATCH: 1, KEYS: 1}
         for name, tensor in spec.inputs.items():
             sizes |= {size: dim for size, dim in zip(tensor.shape, self._shapes[name], strict=True) if size in sizes}
-        run, cudart = (sizes[TOKENS], sizes[BATCH]), self._library.cudart
-        assert all(tensor.dims(*run) == self._shapes[name] for name, tensor in spec.inputs.items())
+        run, cudart = RunSize(*sizes.values()), self._library.cudart
+        assert all(tensor.dims(run) == self._shapes[name] for name, tensor in spec.inputs.items())
         if cudart.functions.fake_cuda_is_capturing(c_void_p(stream)) and self._last != run:
             return False
         if spec.name == self._library.copying and self._library.plugins is not None:
@@ -127,7 +127,7 @@ class Context:
             if captured and (now is None or now.changes != changes):
                 raise RuntimeError("a recorded execution context was changed or destroyed")
             ctypes.memset(address, 0xFF, size)
-            networks.run(spec.name, addresses, *run, 0, False)
+            networks.run(spec.name, addresses, run, 0, False)
 
         cudart.queue(stream, work)
         return addresses.keys() == {*spec.inputs, *spec.outputs}
@@ -161,7 +161,7 @@ class FoundEngine:
 
     def get_tensor_profile_shape(self, name: str, number: int) -> list[tuple[int, ...]]:
         profile = self.profiles[number]
-        return [self.spec.inputs[name].dims(profile.max_tokens, profile.batch_size)] * 3
+        return [self.spec.inputs[name].dims(RunSize(profile.max_tokens, profile.batch_size, self.spec.keys))] * 3
 
     def create_runtime_config(self) -> Any:
         config = SimpleNamespace(strategy=None)
@@ -279,7 +279,7 @@ def test_a_recorded_run_has_an_execution_context_of_its_own(
     monkeypatch.setattr(
         opening.TrtNetwork,
         "run",
-        lambda self, addresses, tokens, size, recording, captured: run(self, addresses, tokens, size, 0, captured),
+        lambda self, addresses, size, recording, captured: run(self, addresses, size, 0, captured),
     )
     engine = load(built, provider="tensorrt", verify=False)
     with pytest.raises(GenerationError, match="a recorded execution context was changed or destroyed"):

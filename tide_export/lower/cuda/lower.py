@@ -43,6 +43,7 @@ from tide_export.lower.tensorrt.shared_embedding import share_embedding
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names.networks import HEAD
 from tide_export.names.operators import OP_EXIT
+from tide_export.names.segment_networks import KEY_INDICES
 
 
 def networks_for_cuda(
@@ -138,6 +139,9 @@ def _lower(
         common_passes.InlinePass(lambda function: function.name != OP_EXIT),
     )
     remove_unused(model)
+    indices = [value for value in model.graph.inputs if value.name == KEY_INDICES]  # the operator takes lengths
+    for value in indices:
+        model.graph.inputs.remove(value)
 
 
 def _multiply_by_embedding(head: ir.Graph) -> None:

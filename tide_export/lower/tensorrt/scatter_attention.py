@@ -2,14 +2,15 @@
 
 They are TensorScatter and Attention.
 
-New keys and values are scattered into the buffers at each row's length, which TensorRT does in place. An explicit
-boolean mask [B, 1, S, C] holds which of the C positions each token sees, so that rows of a batch may have any lengths
-and any number of new tokens. Sliding windows are in the mask, one mask per width. The query heads that read one K/V
-head are rows of one query, G x S of them: otherwise TensorRT for RTX copies the K/V of all C positions for every query
-head, in every run. What TensorRT's Attention lacks is spelled out as two matmuls around a softmax in float32: softcaps,
-sinks (one more column in the softmax, which weighs no value) and biases by key position (ALiBi). Attention to an
-earlier layer's keys and values scatters none: it reads that layer's buffers, written in the same network or an input of
-it.
+New keys and values are scattered into the buffers at each row's length, which TensorRT does in place. Attention reads
+the first J of the C positions, as many as the input `key_indices` has, so that its cost follows the sequences' length
+and not the buffers'. An explicit boolean mask [B, 1, S, J] holds which of them each token sees, so that rows of a batch
+may have any lengths and any number of new tokens. Sliding windows are in the mask, one mask per width. The query heads
+that read one K/V head are rows of one query, G x S of them: otherwise TensorRT for RTX copies the K/V of all positions
+for every query head, in every run. What TensorRT's Attention lacks is spelled out as two matmuls around a softmax in
+float32: softcaps, sinks (one more column in the softmax, which weighs no value) and biases by key position (ALiBi).
+Attention to an earlier layer's keys and values scatters none: it reads that layer's buffers, written in the same
+network or an input of it.
 """
 
 import itertools
@@ -38,7 +39,7 @@ from tide_export.graph.rewriting import (
 )
 from tide_export.names.operators import DOMAIN, OP_ATTENTION
 
-LENGTHS, POSITIONS, PLACES, SINKS, BIAS = range(5, 10)  # inputs
+PAST_KEY, _, LENGTHS, POSITIONS, KEYS, SINKS, BIAS = range(3, 10)  # inputs
 
 
 class ScatterAttentionPass(ir.passes.InPlacePass):
@@ -55,18 +56,21 @@ class ScatterAttentionPass(ir.passes.InPlacePass):
         nodes = nodes_of(graph, OP_ATTENTION, DOMAIN)
         masks: dict[tuple[int, int], ir.Value] = {}
         biases: dict[ir.Value, ir.Value] = {}
+        if nodes:
+            reach = _Reach(graph, nodes[0])
         for node in nodes:
             window, table = node.attributes.get_int("window", 0), node.inputs[BIAS]
             spelled_out = _is_spelled_out(node)
             key = window, 1 if spelled_out else _groups(node)
             if key not in masks:
-                masks[key] = _mask(graph, node, *key)
+                masks[key] = _mask(graph, node, reach.places, *key)
             if table is not None and table not in biases:
-                biases[table] = _bias(graph, node, table)
+                biases[table] = _bias(graph, node, table, reach.indices)
             if spelled_out:
-                attended = _SpelledOut(graph, node).attended(masks[key], None if table is None else biases[table])
+                bias = None if table is None else biases[table]
+                attended = _SpelledOut(graph, node).attended(reach.operands(node), masks[key], bias)
             else:
-                attended = _fused(graph, node, masks[key])
+                attended = _fused(graph, node, reach.operands(node), masks[key])
             _finish(node, attended)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
@@ -74,13 +78,13 @@ class ScatterAttentionPass(ir.passes.InPlacePass):
         ensure_none_left(nodes_of(model.graph, OP_ATTENTION, DOMAIN))
 
 
-def _mask(graph: ir.Graph, first: ir.Node, window: int, groups: int) -> ir.Value:
-    """Adds the mask, bool [B, 1, G*S, C], before the first attention that reads it.
+def _mask(graph: ir.Graph, first: ir.Node, places: ir.Value, window: int, groups: int) -> ir.Value:
+    """Adds the mask, bool [B, 1, G*S, J], before the first attention that reads it.
 
     It is true where the token at position p sees position j of the buffer, p - window < j <= p (no lower bound without
     a window). The S rows come G times, for `_fused`.
     """
-    positions, places = first.inputs[POSITIONS], first.inputs[PLACES]
+    positions = first.inputs[POSITIONS]
     batch, rows = dims(positions)
     if groups > 1:
         # The positions and not the mask: TensorRT for RTX 1.7 fails where several layers read a repeated mask.
@@ -99,14 +103,15 @@ def _mask(graph: ir.Graph, first: ir.Node, window: int, groups: int) -> ir.Value
     return op_before(first, "And", [causal, near], dtype=BOOL, shape=cells, suffix=suffix)
 
 
-def _bias(graph: ir.Graph, first: ir.Node, table: ir.Value) -> ir.Value:
-    """Adds the bias, float32 [B, H, 1, C], before the first attention that reads it.
+def _bias(graph: ir.Graph, first: ir.Node, table: ir.Value, indices: ir.Value) -> ir.Value:
+    """Adds the bias, float32 [B, H, 1, J], before the first attention that reads it.
 
     It is relative to that of the row's first new token. This does not change a row's softmax, and numbers that are
     small near the query lose nothing to rounding.
     """
     lengths, tensor = required(first.inputs[LENGTHS]), required(table.const_value)
-    heads, capacity, batch = static_dim(table, 0), static_dim(first.inputs[PLACES], -1), dims(lengths)[0]
+    heads, capacity, batch = static_dim(table, 0), static_dim(first.inputs[PAST_KEY], 2), dims(lengths)[0]
+    keys = dims(indices)[0]
     by_position = derived_weight(
         graph,
         f"{table.name}.places",
@@ -122,9 +127,10 @@ def _bias(graph: ir.Graph, first: ir.Node, table: ir.Value) -> ir.Value:
 
     at_length = op("Gather", [by_position, lengths], {"axis": 0}, batch, heads)
     at_length = op("Unsqueeze", [at_length, integers(graph, "axis_1", [1])], None, batch, 1, heads)
-    relative = op("Sub", [by_position, at_length], None, batch, capacity, heads)
-    transposed = op("Transpose", [relative], {"perm": [0, 2, 1]}, batch, heads, capacity)
-    return op("Unsqueeze", [transposed, integers(graph, "axis_2", [2])], None, batch, heads, 1, capacity)
+    at_keys = op("Gather", [by_position, indices], {"axis": 0}, keys, heads)
+    relative = op("Sub", [at_keys, at_length], None, batch, keys, heads)
+    transposed = op("Transpose", [relative], {"perm": [0, 2, 1]}, batch, heads, keys)
+    return op("Unsqueeze", [transposed, integers(graph, "axis_2", [2])], None, batch, heads, 1, keys)
 
 
 def _is_spelled_out(node: ir.Node) -> bool:
@@ -137,12 +143,12 @@ def _groups(node: ir.Node) -> int:
     return node.attributes["num_heads"].as_int() // node.attributes["kv_num_heads"].as_int()
 
 
-def _fused(graph: ir.Graph, node: ir.Node, mask: ir.Value) -> ir.Value:
+def _fused(graph: ir.Graph, node: ir.Node, operands: tuple[ir.Value, ...], mask: ir.Value) -> ir.Value:
     """Adds TensorRT's Attention: returns [B, H, S, head_dim].
 
     The G query heads of a K/V head are G*S rows of one head.
     """
-    query, keys, values = _operands(node)
+    query, keys, values = operands
     batch, width = dims(query)[0], node.attributes["head_dim"].as_int()
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
     groups = heads // kv_heads
@@ -168,12 +174,34 @@ def _finish(node: ir.Node, attended: ir.Value) -> None:
     drop_unused([node])
 
 
-def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The query, and the K/V buffers with the new keys and values in them, if it has any."""
-    query, keys, values = required(node.inputs[0]), *map(required, node.inputs[3:LENGTHS])
-    if len(node.outputs) > 1:
-        keys, values = _with_new(node)
-    return query, keys, values
+class _Reach:
+    """What the attentions of a network read of the buffers: positions `indices` [J], `places` [1, 1, 1, J]."""
+
+    def __init__(self, graph: ir.Graph, first: ir.Node):
+        self.indices = required(first.inputs[KEYS])
+        self.keys = dims(self.indices)[0]
+        axes = integers(graph, "axes_0_1_2", [0, 1, 2])
+        self.places = op_before(first, "Unsqueeze", [self.indices, axes], dtype=INT64, shape=[1, 1, 1, self.keys])
+        self._start, self._axis = integers(graph, "position_0", [0]), integers(graph, "axis_2", [2])
+        self._end = op_before(first, "Shape", [self.indices], dtype=INT64, shape=[1], suffix="_keys")
+
+    def operands(self, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Returns the query, and keys and values [B, Hkv, J, head_dim], the new ones among them if it has any."""
+        buffers = list(map(required, node.inputs[PAST_KEY:LENGTHS]))
+        if len(node.outputs) > 1:
+            buffers = _with_new(node)
+        keys, values = (
+            op_before(
+                node,
+                "Slice",
+                [buffer, self._start, self._end, self._axis],
+                dtype=buffer.dtype,
+                shape=[*dims(buffer)[:2], self.keys, dims(buffer)[3]],
+                suffix=suffix,
+            )
+            for buffer, suffix in zip(buffers, ("_keys", "_values"), strict=True)
+        )
+        return required(node.inputs[0]), keys, values
 
 
 def _with_new(node: ir.Node) -> list[ir.Value]:
@@ -205,12 +233,12 @@ class _SpelledOut:
         self.groups = self.heads // self.kv_heads
         self.counter = itertools.count()
 
-    def attended(self, mask: ir.Value, bias: ir.Value | None) -> ir.Value:
-        """Attends with query [B, H, S, head_dim] to buffers [B, Hkv, C, head_dim].
+    def attended(self, operands: tuple[ir.Value, ...], mask: ir.Value, bias: ir.Value | None) -> ir.Value:
+        """Attends with query [B, H, S, head_dim] to keys and values [B, Hkv, J, head_dim].
 
         Returns [B, H, S, head_dim].
         """
-        query, keys, values = _operands(self.node)
+        query, keys, values = operands
         dtype, op = query.dtype or FLOAT, self._op
         axis = integers(self.graph, "axis_2", [2])
         grouped = op("Reshape", [query, self._by_group()], to=dtype)  # [B, Hkv, G, S, Dh]
@@ -220,7 +248,7 @@ class _SpelledOut:
         if bias is not None:
             shape = integers(self.graph, f"bias_{self.kv_heads}_{self.groups}", [0, self.kv_heads, self.groups, 1, -1])
             scores = op("Add", [scores, op("Reshape", [bias, shape])])
-        seen = op("Unsqueeze", [mask, axis], to=BOOL)  # [B, 1, 1, S, C]
+        seen = op("Unsqueeze", [mask, axis], to=BOOL)  # [B, 1, 1, S, J]
         scores = op("Where", [seen, scores, self._number("unseen", float(np.finfo(np.float32).min))])
         sinks = self.node.inputs[SINKS]
         weights = op("Softmax", [scores], {"axis": -1}) if sinks is None else self._with_sinks(scores, sinks)
@@ -242,7 +270,7 @@ class _SpelledOut:
         return self._op("Mul", [capped, self._number("softcap", cap)])
 
     def _with_sinks(self, scores: ir.Value, sinks: ir.Value) -> ir.Value:
-        """The softmax of scores [B, Hkv, G, S, C] and one more column, each head's sink, without that column."""
+        """The softmax of scores [B, Hkv, G, S, J] and one more column, each head's sink, without that column."""
         op, graph = self._op, self.graph
         shape = integers(graph, f"sinks_{self.kv_heads}_{self.groups}", [1, self.kv_heads, self.groups, 1, 1])
         rows = op("Shape", [scores], {"start": 0, "end": 4}, to=INT64)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from tide_export.bundle.file_names import plan_file
-from tide_export.bundle.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
+from tide_export.bundle.network_spec import NetworkSpec, RunSize, from_tensorrt, kv_aliases, of_network, specs
 from tide_export.bundle.opened import Bundle
 from tide_export.bundle.plan_fields import NetworksInfo, PlansInfo, Profile
 from tide_export.errors import BundleError, GenerationError, ProviderError
@@ -204,11 +204,12 @@ def _check_plan(plan: Any, spec: NetworkSpec, profiles: tuple[Profile, ...], pat
             f"plan '{path}' has {plan.num_optimization_profiles} optimization profiles, not the {len(profiles)} of "
             "its manifest"
         )
-    entries = (names.PAST_LENGTHS, names.TOKEN_INDICES, names.EXIT_STATES, names.ROWS, names.LOGITS)
+    indices = names.TOKEN_INDICES, names.KEY_INDICES
+    entries = (*indices, names.PAST_LENGTHS, names.EXIT_STATES, names.ROWS, names.LOGITS)
     for number, profile in enumerate(profiles):
         for entry in (entry for entry in entries if entry in spec.inputs):
             largest = list(plan.get_tensor_profile_shape(entry, number)[-1])
-            if largest != list(spec.inputs[entry].dims(profile.max_tokens, profile.batch_size)):
+            if largest != list(spec.inputs[entry].dims(RunSize(profile.max_tokens, profile.batch_size, spec.keys))):
                 raise BundleError(
                     f"plan '{path}' takes {entry} of {largest} at most in profile {profile.name}, unlike its manifest"
                 )
@@ -241,10 +242,8 @@ class TrtNetworks:
     def __init__(self, networks: Mapping[str, "TrtNetwork"], memory: CudaMemory) -> None:
         self._networks, self._memory = dict(networks), memory
 
-    def run(
-        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
-    ) -> bool:
-        return self._networks[name].run(addresses, tokens, batch_size, recording, captured)
+    def run(self, name: str, addresses: Mapping[str, int], size: RunSize, recording: int, captured: bool) -> bool:
+        return self._networks[name].run(addresses, size, recording, captured)
 
     def forget(self, recording: int) -> None:
         for network in self._networks.values():
@@ -282,20 +281,13 @@ class TrtNetwork:
         self._recorded: dict[_Arguments, Any] = {}
         self._recordings: dict[_Arguments, set[int]] = {}  # those with a run of `_recorded`
 
-    def run(
-        self,
-        addresses: Mapping[str, int],
-        tokens: int,
-        batch_size: int = 1,
-        recording: int = 0,
-        captured: bool = False,
-    ) -> bool:
+    def run(self, addresses: Mapping[str, int], size: RunSize, recording: int = 0, captured: bool = False) -> bool:
         """Queues a run on the stream, as `callers_networks.Networks.run` says.
 
         Raises:
             GenerationError: no profile takes these tokens and sequences, or TensorRT failed.
         """
-        profile, arguments = pick_profile(self._profiles, tokens, batch_size), (tokens, batch_size, *addresses.values())
+        profile, arguments = pick_profile(self._profiles, size.tokens, size.batch_size), (*size, *addresses.values())
         contexts: dict[Any, Any] = self._recorded if recording else self._contexts
         key = arguments if recording else profile
         context = contexts.get(key)
@@ -303,15 +295,15 @@ class TrtNetwork:
             if context is None:
                 context = contexts[key] = self._new_context(profile)
             for name, tensor in self._spec.inputs.items():
-                self._require(context.set_input_shape(name, tensor.dims(tokens, batch_size)), f"the shape of {name}")
+                self._require(context.set_input_shape(name, tensor.dims(size)), f"the shape of {name}")
             for name in (*self._spec.inputs, *self._spec.outputs):
                 self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
         if recording:
             self._recordings.setdefault(arguments, set()).add(recording)
         records = captured or capturable(self._flavour, context, self._stream)
-        self._require(context.execute_async_v3(self._stream), f"a run over {tokens} tokens")
+        self._require(context.execute_async_v3(self._stream), f"a run over {size.tokens} tokens")
         if self._copies is not None:
-            self._copies.after_run(self._spec.name, batch_size)
+            self._copies.after_run(self._spec.name, size.batch_size)
         return records
 
     def forget(self, recording: int) -> None:

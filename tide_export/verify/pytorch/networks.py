@@ -9,7 +9,7 @@ import onnx
 import torch
 
 from tide_export.bundle.file_names import network_file
-from tide_export.bundle.network_spec import NetworkSpec, specs
+from tide_export.bundle.network_spec import NetworkSpec, RunSize, specs
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError, first_line
 from tide_export.runtime.callers_networks import load_networks
@@ -48,10 +48,8 @@ class TorchNetworks:
             program = Program(model, {}, torch.device("cpu"), str(file.path))
             self._networks[name] = TorchNetwork(program, spec)
 
-    def run(
-        self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: int, captured: bool
-    ) -> bool:
-        self._networks[name].run(addresses, tokens, batch_size)
+    def run(self, name: str, addresses: Mapping[str, int], size: RunSize, recording: int, captured: bool) -> bool:
+        self._networks[name].run(addresses, size)
         return False
 
     def forget(self, recording: int) -> None:
@@ -66,24 +64,24 @@ class TorchNetwork:
 
     def __init__(self, program: Program, spec: NetworkSpec) -> None:
         self._program, self._spec = program, spec
-        self._fixed: dict[tuple[int, int], list[Any]] = {}  # the slots that shapes determine, by shape
+        self._fixed: dict[RunSize, list[Any]] = {}  # the slots that shapes determine
 
-    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
+    def run(self, addresses: Mapping[str, int], size: RunSize) -> None:
         """Runs the network on the memory at `addresses`; GenerationError if PyTorch failed."""
         try:
             with torch.inference_mode():
-                self._run(addresses, tokens, batch_size)
+                self._run(addresses, size)
         except Exception as error:  # of many kinds: RuntimeError, IndexError, ValueError
             raise GenerationError(f"PyTorch failed in {self._spec.name}: {first_line(error)}") from error
 
-    def _run(self, addresses: Mapping[str, int], tokens: int, batch_size: int) -> None:
-        program, shape = self._program, (tokens, batch_size)
+    def _run(self, addresses: Mapping[str, int], size: RunSize) -> None:
+        program = self._program
         views = {
-            name: _on_host(addresses[name], tensor.dtype, tensor.dims(tokens, batch_size))
+            name: _on_host(addresses[name], tensor.dtype, tensor.dims(size))
             for tensors in (self._spec.inputs, self._spec.outputs)
             for name, tensor in tensors.items()
         }
-        fixed = self._fixed.get(shape)
+        fixed = self._fixed.get(size)
         slots = list(program.base if fixed is None else fixed)
         for name, slot in program.inputs.items():
             slots[slot] = views[name]
@@ -107,7 +105,7 @@ class TorchNetwork:
                 views[name].copy_(slots[slot])
         if fixed is None:
             kept = enumerate(zip(program.base, slots, strict=True))
-            self._fixed[shape] = [value if slot in program.static else base for slot, (base, value) in kept]
+            self._fixed[size] = [value if slot in program.static else base for slot, (base, value) in kept]
 
 
 def _on_host(address: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
