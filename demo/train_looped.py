@@ -36,6 +36,7 @@ STAGE_1 = 0.96  # of the time
 WARM_UP, DECAY = 0.02, 0.25  # of the time: the learning rate rises, stays, and falls to 0 at the end of stage 1
 RATE, GATE_RATE, WEIGHT_DECAY, CLIP = 2e-3, 1e-2, 0.1, 1.0
 BETA = 1.0  # nats of loss that a nat of the exit distribution's entropy is worth: at 0.1 the first loop takes all
+HOLD = 1.0  # nats of loss that a nat of the earlier loops' distance from the last is worth
 MARGIN, SHARPNESS = 0.005, 50.0  # nats; per nat
 LENGTH = 512  # tokens of a sequence
 HELD_OUT_SEQUENCES = 64
@@ -186,10 +187,10 @@ class Training:
 
     def step_all(self, batch: torch.Tensor) -> tuple[list[float], float]:
         """Makes a step of stage 1; returns the losses by loop and the mean of the exit distribution, in loops."""
-        losses, gates, _ = by_loop(self.model, batch)
+        losses, gates, _, distances = by_loop(self.model, batch)
         shares = exit_distribution(gates)
         entropy = -(shares * shares.clamp_min(1e-9).log()).sum(0).mean()
-        ((shares * losses).sum(0).mean() - BETA * entropy).backward()
+        ((shares * losses).sum(0).mean() - BETA * entropy + HOLD * distances.mean()).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         end = STAGE_1 if self.options.loops > 1 else 1
         self.update(self.optimizers[:2], RATE * min(1, self.progress / WARM_UP, (end - self.progress) / DECAY))
@@ -198,7 +199,7 @@ class Training:
     def step_gate(self, batch: torch.Tensor) -> tuple[list[float], float]:
         """Makes a step of stage 2; returns what `step_all` does."""
         with torch.no_grad():
-            losses, _, states = by_loop(self.model, batch)
+            losses, _, states, _ = by_loop(self.model, batch)
         improved = (losses[:-1] - losses[1:]).clamp_min(0)
         exits = 1 - torch.sigmoid(SHARPNESS * (improved - MARGIN))
         gates = self.model.model.early_exit_gate(states[:-1].float())[..., 0]
@@ -214,18 +215,22 @@ class Training:
         self.model.zero_grad()
 
 
-def by_loop(model: LoopedForCausalLM, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def by_loop(model: LoopedForCausalLM, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns, for every loop, each token's loss [T, B, S], gate logits [T - 1, B, S] and states [T, B, S, D].
 
-    In bfloat16 where the CPU multiplies such matrices.
+    And each loop's distance from the last one, whose gradient changes the earlier one alone: the divergence
+    KL(last || loop), [T - 1, B, S]. In bfloat16 where the CPU multiplies such matrices.
     """
     with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
         output, loops, gates = model.model(batch[:, :-1])
         loops = loops or [output.last_hidden_state]
         logits = [model.lm_head(states).float() for states in loops]
-    losses = [F.cross_entropy(each.transpose(1, 2), batch[:, 1:], reduction="none") for each in logits]
+    found = [F.log_softmax(each, -1) for each in logits]
+    losses = [-each.gather(-1, batch[:, 1:, None])[..., 0] for each in found]
+    last = found[-1].detach()
+    distances = [(last.exp() * (last - each)).sum(-1) for each in found[:-1]] or [losses[0][:0]]
     gates = torch.stack([gate[..., 0].float() for gate in gates[:-1]]) if gates else losses[0][None][:0]
-    return torch.stack(losses), gates, torch.stack(loops)
+    return torch.stack(losses), gates, torch.stack(loops), torch.stack(distances)
 
 
 def exit_distribution(gates: torch.Tensor) -> torch.Tensor:
@@ -259,7 +264,7 @@ def print_held_out(model: LoopedForCausalLM, tokens: torch.Tensor) -> None:
     losses, equal, shares = [], [], []
     for start in starts:
         batch = tokens[start : start + LENGTH + 1][None].long()
-        each, gates, states = by_loop(model, batch)
+        each, gates, states, _ = by_loop(model, batch)
         best = torch.stack([model.lm_head(one.float()).argmax(-1) for one in states])
         losses.append(each.flatten(1))
         equal.append((best == best[-1]).flatten(1))
