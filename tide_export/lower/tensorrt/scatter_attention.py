@@ -175,7 +175,7 @@ def _finish(node: ir.Node, attended: ir.Value) -> None:
 
 
 class _Reach:
-    """The part of the buffers that a network's attentions read: positions `indices` [J], `places` [1, 1, 1, J]."""
+    """The part of the buffers that a network attends to: positions `indices` [J], `places` [1, 1, 1, J]."""
 
     def __init__(self, graph: ir.Graph, first: ir.Node):
         self.indices = required(first.inputs[KEYS])
