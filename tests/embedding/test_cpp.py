@@ -1,6 +1,7 @@
 """Programs in C++ on the installed runtime have the tokens, exit layers and text that Python has."""
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -176,3 +177,15 @@ def test_the_example_of_a_service(embedding: Embedding, demo_bundle: Path, engin
     refused = subprocess.run([*service, "-1"], capture_output=True, text=True, check=False, env=environment())
     assert refused.returncode == 2
     assert refused.stderr.startswith("tide_service: ")
+
+
+def test_the_guide_compiles() -> None:
+    """The blocks of docs/guide/cpp.md that call the runtime, each in the scope of those before it."""
+    text = (ROOT / "docs/guide/cpp.md").read_text()
+    blocks = [block for block in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL) if "tide::" in block]
+    assert len(blocks) > 3
+    body, include = "{\n".join(blocks) + "}" * len(blocks), r"^#include .*\n"
+    includes = "".join(re.findall(include, body, re.MULTILINE)) + "using Ids = std::vector<std::int64_t>;\n"
+    guide = "void guide(Ids const& prompt_ids, Ids const& first_ids, void send(std::int64_t)) {\n"
+    command = ["c++", "-std=c++17", "-fsyntax-only", "-I", str(ROOT / "cpp" / "include"), "-x", "c++", "-"]
+    run(command, includes + guide + re.sub(include, "", body, flags=re.MULTILINE))
