@@ -73,7 +73,7 @@ REFUSED_ROWS: dict[str, Family] = {
         {"vocab_size": 260, "patcher_config": PATCHES, "encoder_config": PATCHES, "decoder_config": PATCHES},
         global_config=BLT,
         encoder_hash_byte_group_vocab=64,
-        refused="gives no hidden_size",
+        refused="gives no hidden_size: add its layers' width",
     ),
     "deepseek_v4": row(
         tf.DeepseekV4Config,

@@ -27,11 +27,14 @@ _OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([^']+)'")
 
 
 @contextmanager
-def explained(model: nn.Module, purpose: str) -> Iterator[None]:
+def explained(
+    model: nn.Module, purpose: str, cure: str = "change its code, or report this with its config.json"
+) -> Iterator[None]:
     """Raises any exception from within, but for the package's and the system's, as UnsupportedModelError.
 
     Args:
         purpose: what the model cannot do, for the sentence ("run on two tokens").
+        cure: what the user can do, its end.
     """
     try:
         yield
@@ -39,7 +42,7 @@ def explained(model: nn.Module, purpose: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot {purpose}, so it cannot be exported: {_cause(model, error)}"
+            f"{type(model).__name__} cannot {purpose}, so it cannot be exported: {_cause(model, error)}; {cure}"
         ) from error
 
 

@@ -67,7 +67,7 @@ class ModelStructure:
         """
         if getattr(model.config.get_text_config(), "hidden_size", None) is None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be exported: its config gives no hidden_size, the width of its layers"
+                f"{type(model).__name__} cannot be exported: its config gives no hidden_size: add its layers' width"
             )
         adapter = next((_ADAPTERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _ADAPTERS), None)
         if adapter is None:
@@ -222,7 +222,7 @@ def _watch(model: PreTrainedModel, layers: Iterable[nn.Module] = (), ids: torch.
     with ExitStack() as hooks, torch.no_grad():
         for module in {*model.modules(), *layers}:
             hooks.enter_context(module.register_forward_hook(record))
-        with explained(model, "run on token ids alone"):
+        with explained(model, "run on token ids alone", "export the model that it is a part of, or mend its code"):
             model(input_ids=two_tokens(model) if ids is None else ids, use_cache=False)
     return run
 
