@@ -23,8 +23,7 @@ from tide_export.cli.options import build_parser
 PARSED_ONLY = {
     "MODEL": "a placeholder, where a page is about models, engines or processes that tests have not",
     "BUNDLE": "as MODEL",
-    "Qwen/Qwen2.5-0.5B": "a model on the hub: tests have no network",
-    "out/qwen": "made from that model",
+    "out/qwen": "the bundle of a model on the hub: tests have no network",
     "model.Q4_K_M.gguf": "made by tests/model/test_gguf.py",
     "out/bf16": "run by tests/quantize on a smaller model",
     "out/looped": "made by tests/model/test_train_looped.py",

@@ -26,7 +26,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "know your model": {
         "probe": Command(
             "Predict in minutes, without text, what each mode gains.",
-            ("probe demo/demo-llama", "probe Qwen/Qwen2.5-0.5B", "probe model.Q4_K_M.gguf --json"),
+            ("probe demo/demo-llama", "probe Qwen/Qwen2.5-Coder-0.5B-Instruct", "probe model.Q4_K_M.gguf --json"),
         ),
     },
     "make a bundle": {
@@ -34,8 +34,8 @@ GROUPS: dict[str, dict[str, Command]] = {
             "Make a bundle of a model; calibrates first unless --routers is given.",
             (
                 f"export demo/demo-llama -o out/demo --dataset {TEXT} --checkpoints 3,6,9",
-                'export Qwen/Qwen2.5-0.5B -o out/qwen --weights int4 --dataset "my-texts/*.jsonl"',
-                "export model.Q4_K_M.gguf -o out/model --checkpoints none",
+                'export Qwen/Qwen2.5-Coder-0.5B-Instruct -o out/qwen --weights int4 --dataset "my-texts/*.jsonl"',
+                "export model.Q4_K_M.gguf -o out/gguf --checkpoints none",
             ),
             tuple(EXPORT_BASIC.split()),
         ),
@@ -54,7 +54,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             (
                 "validate out/demo --model demo/demo-llama",
                 f"validate out/demo --model demo/demo-llama --dataset {HELD_OUT} --quality",
-                "validate out/qwen --model Qwen/Qwen2.5-0.5B --threshold 0.7,0.9 --json",
+                "validate out/qwen --model Qwen/Qwen2.5-Coder-0.5B-Instruct --threshold 0.7,0.9 --json",
             ),
             ("model_name", "dataset", "prompts", "new_tokens", "thresholds", "quality", "provider", "json"),
         ),
@@ -97,8 +97,8 @@ GROUPS: dict[str, dict[str, Command]] = {
             "Train a drafter on a bundle's answers, to make `lossless` mode faster.",
             (
                 "draft demo/demo-llama out/demo --minutes 0.2",
-                "draft Qwen/Qwen2.5-0.5B out/qwen --minutes 60 --cache drafts",
-                "draft Qwen/Qwen2.5-0.5B out/qwen --prompts logs.jsonl --temperature 0.8",
+                "draft Qwen/Qwen2.5-Coder-0.5B-Instruct out/qwen --minutes 60 --cache drafts",
+                "draft Qwen/Qwen2.5-Coder-0.5B-Instruct out/qwen --prompts logs.jsonl --temperature 0.8",
             ),
         ),
         "tune": Command(
@@ -115,8 +115,8 @@ GROUPS: dict[str, dict[str, Command]] = {
             "Fit one router per checkpoint on text and save them.",
             (
                 f"calibrate demo/demo-llama -o out/routers.safetensors --dataset {TEXT} --checkpoints 3,6,9",
-                "calibrate Qwen/Qwen2.5-0.5B -o qwen.safetensors --report qwen.html",
-                "calibrate Qwen/Qwen2.5-0.5B -o qwen.safetensors --from-tide router.pt",
+                "calibrate Qwen/Qwen2.5-Coder-0.5B-Instruct -o qwen.safetensors --report qwen.html",
+                "calibrate Qwen/Qwen2.5-Coder-0.5B-Instruct -o qwen.safetensors --from-tide router.pt",
             ),
             tuple(CALIBRATE_BASIC.split()),
         ),
@@ -124,8 +124,8 @@ GROUPS: dict[str, dict[str, Command]] = {
             "Train a model to exit early with few changed tokens.",
             (
                 f"adapt demo/demo-llama -o out/adapted --dataset {TEXT} --checkpoints 3,6,9",
-                'adapt Qwen/Qwen2.5-0.5B -o out/adapted --dataset "my-texts/*.jsonl" --lora-rank 16',
-                "adapt Qwen/Qwen2.5-0.5B -o out/adapted --tokens 20000000 --cache out/snapshot",
+                'adapt Qwen/Qwen2.5-Coder-0.5B-Instruct -o out/adapted --dataset "my-texts/*.jsonl" --lora-rank 16',
+                "adapt Qwen/Qwen2.5-Coder-0.5B-Instruct -o out/adapted --tokens 20000000 --cache out/snapshot",
             ),
             ("output", "dataset", "tokens", "checkpoints", "lora_rank", "learning_rate", "cache", "json"),
         ),
