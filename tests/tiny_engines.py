@@ -29,6 +29,7 @@ from tide_export.pipeline.preflight import context_length
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, load, open_engine
+from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.trace.tracer import TracedModel
 
 
@@ -88,7 +89,8 @@ def segments_of(
     target: str = "tensorrt",
 ) -> Bundle:
     """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`."""
-    lower = networks_for_cuda if target == CUDA else networks_for_tensorrt
+    folds = FLAVOURS[target].folds_queries if target in FLAVOURS else False
+    lower = networks_for_cuda if target == CUDA else partial(networks_for_tensorrt, folds_queries=folds)
     arguments = pieces, routers.arrays(), routers.lens_arrays(), bound(source), weights, source.quantized
     networks, manifest = lower(*arguments), open_bundle(folder).manifest
     shutil.rmtree(folder / SEGMENTS_FOLDER, ignore_errors=True)  # networks for another target

@@ -30,7 +30,11 @@ def model(
     ("rewrite", "graph", "sentence"),
     [
         (PagedAttentionPass("float32"), model(OP_ATTENTION, 3), "TideAttention layer_7 has 3 inputs and 1 outputs"),
-        (ScatterAttentionPass(), model(OP_ATTENTION, 8, 3), "TideAttention layer_7 has 8 inputs and 3 outputs"),
+        (
+            ScatterAttentionPass(folds_queries=False),
+            model(OP_ATTENTION, 8, 3),
+            "TideAttention layer_7 has 8 inputs and 3 outputs",
+        ),
         (ExpertGatherPass(), model(OP_EXPERT_MATMUL, 2), "TideExpertMatMul layer_7 has 2 inputs and 1 outputs"),
         (ExpertMatMulPass(), model(OP_EXPERT_MATMUL, 3), "the expert weights of layer_7 are not stored tensors"),
         (PackedProjectionsPass(), model(OP_ATTENTION, 8, 3), "packed after attention is lowered"),

@@ -100,14 +100,15 @@ def reference(feeds: dict[str, np.ndarray], attributes: dict, sinks: bool, bias:
 ONE_ADDED = [case for case in product([False, True], repeat=4) if not (case[0] and case[1])]
 
 
+@pytest.mark.parametrize("folds", [True, False])
 @pytest.mark.parametrize("keys", [C, max(LENGTHS) + S])
 @pytest.mark.parametrize(("sinks", "bias", "softcap", "window"), ONE_ADDED)
-def test_attention_equals_float64(sinks: bool, bias: bool, softcap: bool, window: bool, keys: int) -> None:
+def test_attention_equals_float64(sinks: bool, bias: bool, softcap: bool, window: bool, keys: int, folds: bool) -> None:
     attributes = ({"softcap": CAP} if softcap else {}) | ({"window": WINDOW} if window else {})
     feeds = arrays(keys)
     feeds["past_key"][:, :, keys:] = np.nan  # not read
     model = network(feeds, attributes, sinks, bias)
-    ScatterAttentionPass()(model)
+    ScatterAttentionPass(folds)(model)
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
     out, keys, _ = session.run(None, feeds)
     np.testing.assert_allclose(out, reference(feeds, attributes, sinks, bias), atol=2e-6)
@@ -121,7 +122,7 @@ def test_attention_equals_float64(sinks: bool, bias: bool, softcap: bool, window
             rows = node.inputs[0]
             assert rows is not None
             assert rows.shape is not None
-            assert rows.shape[1] == KV, "the query has a head per K/V head, or TensorRT for RTX copies K/V for each"
+            assert rows.shape[1] == (KV if folds else H)
 
 
 def test_what_is_added_to_scores_stays_float32_in_half_precision() -> None:
@@ -130,7 +131,7 @@ def test_what_is_added_to_scores_stays_float32_in_half_precision() -> None:
     HalfPrecisionPass("fp16")(model)
     initializers = model.graph.initializers
     assert {initializers[name].dtype for name in ("sinks", "bias")} == {FLOAT}
-    ScatterAttentionPass()(model)
+    ScatterAttentionPass(folds_queries=True)(model)
     softmax = next(node for node in model.graph if node.op_type == "Softmax")
     assert softmax.inputs[0].dtype == FLOAT
     assert model.graph.outputs[0].dtype == ir.DataType.FLOAT16

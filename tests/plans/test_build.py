@@ -42,7 +42,7 @@ def half_precision(folder: Path, weights: str) -> Path:
     routers = random_routers(source, (2,), range(3, 43), bottleneck=16, lens_rank=4)
     pieces = pieces_of(source, routers.checkpoints)
     bundle_of(source, routers, folder, pieces)
-    bundle = segments_of(source, routers, folder, pieces, weights)
+    bundle = segments_of(source, routers, folder, pieces, weights, TENSORRT_RTX.name)
     tokens = np.arange(0, source.vocab_size, 2)
     drafter = random_drafter(576, source.hidden_size, tokens, weights_sha256=bundle.manifest.model.weights_sha256)
     write_drafter(folder, drafter)  # with one K/V head it is not fused
@@ -347,6 +347,16 @@ def test_tensorrt_without_a_gpu_says_where_to_build(monkeypatch: pytest.MonkeyPa
         BuildError, match=r"builds for the GPU it finds and there is none here: run `tide-export build`"
     ):
         require_builder(TENSORRT)
+
+
+def test_networks_of_the_other_flavour_are_told(demo_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for target, count in (("tensorrt-rtx", 1), (None, 0)):
+        caplog.clear()
+        with pytest.raises((BuildError, ConfigError)):  # neither is built: one takes no plugins, the other needs a GPU
+            rebuild(demo_bundle, target, plugins="libtide_plugins.so")
+        assert [one.levelname for one in caplog.records if "are for another flavour" in one.message] == [
+            "WARNING"
+        ] * count
 
 
 def test_a_bundle_without_networks_cannot_be_built(tmp_path: Path, demo_bundle: Path) -> None:

@@ -21,6 +21,7 @@ from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names import segment_networks as names
 from tide_export.names.networks import segment_name
 from tide_export.quantize.rounding import round_to_nearest
+from tide_export.runtime.tensorrt.flavours import FLAVOURS
 
 MAX_TOKENS = 2048  # maximum rows of a sequence, after which a drafter starts anew
 ROW_MULTIPLE = 16  # rows are a multiple of it, so that the K/V of each slot start at an aligned address
@@ -57,8 +58,11 @@ def save_drafter(folder: Path, pieces: DrafterPieces, file: Path) -> None:
 def save_drafter_segment(folder: Path, pieces: DrafterPieces, manifest: Manifest, file: Path) -> None:
     """Writes the network that runs with segment networks to `file`, for the bundle in `folder`."""
     weights = required(manifest.networks).weights
-    lower = drafter_for_cuda if manifest.has_cuda_networks else drafter_for_tensorrt
-    model = lower(pieces, weights)
+    if manifest.has_cuda_networks:
+        model = drafter_for_cuda(pieces, weights)
+    else:
+        folds = any(flavour.folds_queries for name, flavour in FLAVOURS.items() if name in manifest.targets)
+        model = drafter_for_tensorrt(pieces, weights, folds)
     put_before(model, embedding_of(folder / network_file(segment_name(0)), HALF.get(weights, FLOAT)))
     ir.save(model, file)
 

@@ -67,10 +67,12 @@ def write_networks(
     if request.network_target is None:
         return manifest
     weights, length = request.network_weights(source.exact_in), required(manifest.model.context_length)
-    lower = networks_for_cuda if request.for_cuda else networks_for_tensorrt
-    networks = lower(pieces, routers.arrays(), routers.lens_arrays(), length, weights, source.quantized)
-    if request.for_cuda:
+    arguments = pieces, routers.arrays(), routers.lens_arrays(), length, weights, source.quantized
+    if request.flavour is None:
+        networks = networks_for_cuda(*arguments)
         check_kernels(networks.models)
+    else:
+        networks = networks_for_tensorrt(*arguments, request.flavour.folds_queries)
     networks.save(folder)
     info = networks.info(manifest, request.max_batch_size)
     return replace(manifest, targets=("onnxruntime", request.network_target), networks=info)

@@ -4,6 +4,7 @@ Needs only the flavour's extra, no PyTorch: a bundle can be exported on one mach
 The bundle is replaced in one step when all plans are built; its other files are hard-linked.
 """
 
+import logging
 import os
 import shutil
 from dataclasses import replace
@@ -17,6 +18,8 @@ from tide_export.errors import BuildError
 from tide_export.plans.build import build_plans, require_builder
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.plugins import plugins_to_build_with
+
+logger = logging.getLogger("tide_export")
 
 
 def rebuild(
@@ -62,6 +65,8 @@ def rebuild(
     if name not in FLAVOURS:
         raise BuildError(f"target must be one of {', '.join(FLAVOURS)}, not {name!r}")
     flavour = FLAVOURS[name]
+    if name not in manifest.targets:
+        logger.warning("the networks are for another flavour: export with --target %s for its fastest attention", name)
     library = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before anything is copied
     with writing_bundle(opened.path, overwrite=True) as folder:
         for file in manifest.files:

@@ -19,16 +19,17 @@ from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
 from tide_export.names.operators import DOMAIN, OP_QUANTIZED_MATMUL
 
 
-def drafter_for_tensorrt(pieces: DrafterPieces, weights: str) -> ir.Model:
+def drafter_for_tensorrt(pieces: DrafterPieces, weights: str, folds_queries: bool = False) -> ir.Model:
     """Returns the network of a drafter, whose first input is EMBEDDINGS.
 
     Args:
         weights: fp32, fp16 or bf16, of weights, embeddings, hidden states and K/V; logits are always float32.
+        folds_queries: as `ScatterAttentionPass`.
     """
     model = compose_drafter_segment(pieces)
     unpack_matmuls(model.graph, pieces)
     precision = [HalfPrecisionPass(weights)] if weights != "fp32" else []
-    run_passes(model, *precision, ScatterAttentionPass())
+    run_passes(model, *precision, ScatterAttentionPass(folds_queries))
     remove_unused(model)
     return model
 

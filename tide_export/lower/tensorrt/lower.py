@@ -42,6 +42,7 @@ def networks_for_tensorrt(
     capacity: int,
     weights: str = "fp32",
     quantized: QuantizedWeights | None = None,
+    folds_queries: bool = False,
 ) -> Networks:
     """The networks of `pieces`, ready to be saved.
 
@@ -49,6 +50,7 @@ def networks_for_tensorrt(
         capacity: tokens the K/V buffers hold; the `max_length` of `cut`.
         weights: fp32, fp16 or bf16, of weights, hidden states and K/V; routers and logits are always float32.
         quantized: the matrices that the trace names but does not hold, if the traced model is quantized.
+        folds_queries: as `ScatterAttentionPass`.
 
     Raises:
         GraphError: a router or lens is missing or has another width.
@@ -61,7 +63,7 @@ def networks_for_tensorrt(
     for model in models.values():
         run_passes(model, *precision, QuantizedMatMulsPass({} if quantized is None else quantized.blocks))
         bounds.append(max_gathering_tokens(model))
-        run_passes(model, ScatterAttentionPass(), ExpertGatherPass())
+        run_passes(model, ScatterAttentionPass(folds_queries), ExpertGatherPass())
         remove_unused(model)
     max_tokens = min((bound for bound in bounds if bound is not None), default=None)
     embedding = share_embedding(models, weights)

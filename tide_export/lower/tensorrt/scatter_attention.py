@@ -5,12 +5,12 @@ They are TensorScatter and Attention.
 New keys and values are scattered into the buffers at each row's length, which TensorRT does in place. Attention reads
 the first J of the C positions, as many as the input `key_indices` has, so that its cost follows the sequences' length
 and not the buffers'. An explicit boolean mask [B, 1, S, J] holds which of them each token sees, so that rows of a batch
-may have any lengths and any number of new tokens. Sliding windows are in the mask, one mask per width. The query heads
-that read one K/V head are rows of one query, G x S of them: otherwise TensorRT for RTX copies the K/V of all positions
-for every query head, in every run. What TensorRT's Attention lacks is spelled out as two matmuls around a softmax in
-float32: softcaps, sinks (one more column in the softmax, which weighs no value) and biases by key position (ALiBi).
-Attention to an earlier layer's keys and values scatters none: it reads that layer's buffers, written in the same
-network or an input of it.
+may have any lengths and any number of new tokens. Sliding windows are in the mask, one mask per width. For TensorRT for
+RTX the query heads that read one K/V head are folded: rows of one query, G x S of them.
+
+What TensorRT's Attention lacks is spelled out as two matmuls around a softmax in float32: softcaps, sinks (one more
+column in the softmax, which weighs no value) and biases by key position (ALiBi). Attention to an earlier layer's keys
+and values scatters none: it reads that layer's buffers, written in the same network or an input of it.
 """
 
 import itertools
@@ -46,7 +46,14 @@ class ScatterAttentionPass(ir.passes.InPlacePass):
     """Replaces the nodes that `compose.segments` gives.
 
     They have ten inputs and three outputs, or one output without key and value.
+
+    Args:
+        folds_queries: whether query heads are folded (`runtime.tensorrt.flavours.Flavour`).
     """
+
+    def __init__(self, folds_queries: bool):
+        super().__init__()
+        self.folds_queries = folds_queries
 
     def requires(self, model: ir.Model) -> None:
         require_arity(model, OP_ATTENTION, inputs=[10], outputs=[1, 3])
@@ -61,7 +68,8 @@ class ScatterAttentionPass(ir.passes.InPlacePass):
         for node in nodes:
             window, table = node.attributes.get_int("window", 0), node.inputs[BIAS]
             spelled_out = _is_spelled_out(node)
-            key = window, 1 if spelled_out else _groups(node)
+            groups = _groups(node) if self.folds_queries and not spelled_out else 1
+            key = window, groups
             if key not in masks:
                 masks[key] = _mask(graph, node, reach.places, *key)
             if table is not None and table not in biases:
@@ -70,7 +78,7 @@ class ScatterAttentionPass(ir.passes.InPlacePass):
                 bias = None if table is None else biases[table]
                 attended = _SpelledOut(graph, node).attended(reach.operands(node), masks[key], bias)
             else:
-                attended = _fused(graph, node, reach.operands(node), masks[key])
+                attended = _fused(graph, node, reach.operands(node), masks[key], groups)
             _finish(node, attended)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
@@ -143,16 +151,16 @@ def _groups(node: ir.Node) -> int:
     return node.attributes["num_heads"].as_int() // node.attributes["kv_num_heads"].as_int()
 
 
-def _fused(graph: ir.Graph, node: ir.Node, operands: tuple[ir.Value, ...], mask: ir.Value) -> ir.Value:
+def _fused(graph: ir.Graph, node: ir.Node, operands: tuple[ir.Value, ...], mask: ir.Value, groups: int) -> ir.Value:
     """Adds TensorRT's Attention: returns [B, H, S, head_dim].
 
-    The G query heads of a K/V head are G*S rows of one head.
+    `groups` query heads of a K/V head are groups*S rows of one head.
     """
     query, keys, values = operands
     batch, width = dims(query)[0], node.attributes["head_dim"].as_int()
-    heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
-    groups = heads // kv_heads
-    rows, folded, dtype = query, [batch, kv_heads, None, width], query.dtype
+    heads, dtype = node.attributes["num_heads"].as_int(), query.dtype
+    kv_heads = heads // groups
+    rows, folded = query, [batch, kv_heads, None, width]
     if groups > 1:
         shape = integers(graph, f"fold_{kv_heads}_{width}", [0, kv_heads, -1, width])
         rows = op_before(node, "Reshape", [query, shape], dtype=dtype, shape=folded, suffix="_fold")

@@ -35,6 +35,8 @@ class Flavour:
         reads_headers: whether it can tell from a plan's header that the plan runs here.
         decode_tokens: maximum tokens of the decoding profile. TensorRT has kernels for exactly one; TensorRT for RTX
             stores the weights of a profile with a single shape twice, also in the layout of matrix-vector products.
+        folds_queries: whether the query heads of one K/V head are lowered as rows of one head. TensorRT for RTX 1.7.1
+            otherwise copies K/V for each of them in every run; TensorRT's kernels for one token take one row a head.
         compute_capabilities: of the GPUs that its plans run on; empty: only the GPU they are built on.
     """
 
@@ -48,17 +50,19 @@ class Flavour:
     has_plugins: bool
     reads_headers: bool
     decode_tokens: int
+    folds_queries: bool
     compute_capabilities: tuple[str, ...]
 
 
 # TensorRT for RTX builds for the GPUs it supports from Ampere on, without Hopper and data center Blackwell.
 RTX_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
 FP8_CAPABILITY = (8, 9)  # the first with FP8 matmuls
-TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False, 1, ())
+TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False, 1, False, ())
 TENSORRT_RTX = Flavour(
     *("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx"),
     *(True, False, False, True),
     decode_tokens=2,
+    folds_queries=True,
     compute_capabilities=RTX_CAPABILITIES,
 )
 FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
