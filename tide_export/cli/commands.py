@@ -35,7 +35,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             (
                 f"export demo/demo-llama -o out/demo --dataset {TEXT} --checkpoints 3,6,9",
                 'export Qwen/Qwen2.5-Coder-0.5B-Instruct -o out/qwen --weights int4 --dataset "my-texts/*.jsonl"',
-                "export model.Q4_K_M.gguf -o out/gguf --checkpoints none",
+                "export model.Q4_K_M.gguf -o out/gguf --weights int4 --checkpoints none",
             ),
             tuple(EXPORT_BASIC.split()),
         ),

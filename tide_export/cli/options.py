@@ -137,12 +137,13 @@ def _add_export(parser: Parser, config: bool) -> None:
         dest="targets",
         action="append",
         choices=TARGETS,
-        help="runtime; may be repeated; every bundle runs on onnxruntime (onnxruntime)",
+        help="runtime beside onnxruntime, which every bundle has; at most one (onnxruntime alone)",
     )
     parser.add_argument(
         "--weights",
         choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS, *NETWORK_MATRICES))),
-        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: the model's GPTQ, AWQ, bf16 or fp16, else fp32); "
+        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: the model's integers of GPTQ, AWQ, "
+        "compressed-tensors, MXFP4, GGUF Q8_0 and Q4_0, or its bf16 or fp16, else fp32); "
         "cuda: bf16, fp16 or int4 (auto: else fp16); tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
     )
     parser.add_argument(
@@ -238,8 +239,8 @@ def _add_generate(parser: Parser) -> None:
     parser.add_argument(
         "--mode",
         choices=MODES,
-        help="auto: the fastest as measured by export or tune; full: every layer for every token; exit: tokens exit "
-        "where a router's score is above its threshold; lossless: the full model verifies drafts by the bundle's "
+        help="auto: the fastest as measured by export, draft or tune; full: every layer for every token; exit: tokens "
+        "exit where a router's score is above its threshold; lossless: the full model verifies drafts by the bundle's "
         "drafter, by n-grams and by exits (auto, with --threshold or --min-layers exit)",
     )
     parser.add_argument(

@@ -44,7 +44,7 @@ def draft(
     it is given more minutes.
 
     Args:
-        model: folder or hub id.
+        model: folder, hub id or GGUF file.
         cache: folder for answers and snapshots, which is kept; None: a hidden folder beside the bundle, then removed.
         trust_remote_code: run Python code from the model's folder (see `model.source.load_model`).
 

@@ -31,9 +31,9 @@ class GenerationConfig(Options):
         max_new_tokens: maximum number of new tokens, 1 or more.
         mode: "full" (the source model, layer for layer), "exit" (tokens may exit at a checkpoint), "lossless" (tokens
             that exit are drafts, which the full model verifies before they are returned: the tokens of "full", also
-            when sampling with the same seed) or "auto" (the mode that `export` or `tune` measured to be fastest on
-            this provider within the share of tokens that it may change; "full" if nothing was measured or is faster;
-            "exit" if threshold or min_layers is given).
+            when sampling with the same seed) or "auto" (the mode that `export`, `draft` or `tune` measured to be
+            fastest on this provider within the share of tokens that it may change; "full" if nothing was measured or is
+            faster; "exit" if threshold or min_layers is given).
         threshold: a router score above it exits; one in [0, 1], or one per checkpoint. None: the bundle's.
         min_layers: tokens never exit after fewer layers. None: the bundle's, in lossless mode 0.
         max_pending: tokens that may be pending before a segment is forced to run, in lossless mode drafts that may
