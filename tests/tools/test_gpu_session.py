@@ -3,23 +3,15 @@ what became of each; a session that is cut off goes on where it ended."""
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 import tarfile
 import time
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
-from drafters import drafting_copy, random_drafter
 
-from tide_export.bundle.file_names import WEIGHTS_FILE
-from tide_export.bundle.opened import open_bundle
 from tide_export.cli.options import build_parser
-from tide_export.drafting.bundle import write_drafter
-from tide_export.runtime.engine import load, open_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,13 +207,63 @@ def test_archive_and_page_are_written_with_every_step(session: ModuleType, run, 
     )
 
 
+def carried(plan: ModuleType, folder: Path):
+    """What `gpu_carry.py` packs with three shapes."""
+    bundles = [*plan.WEIGHTS, *(plan.CUDA + weights for weights in plan.CUDA_WEIGHTS)]
+    shapes = ("0-3b-bf16", "1-3b-int4", "2-3b-group4")
+    named = [{name: folder / name for name in names} for names in (bundles, shapes)]
+    return plan.Given(named[0], folder / "kernels.so", folder / "plugins.so", named[1])
+
+
+def test_two_calls_hold_what_counts_in_its_order(plan: ModuleType, tmp_path: Path) -> None:
+    """That a session's minutes are enough where every step takes all it may; nothing of TensorRT is in a call."""
+    todo = plan.steps(tmp_path, carried(plan, tmp_path))
+    by_call = {call: [step for step in todo if step.call == call] for call in (1, 2, plan.REST)}
+    assert [step.name for step in by_call[1]] == [
+        *("gpu", "packages", "library", "limits", "kernels", "kernel-tests", "sanitizer-racecheck", "kernel-times"),
+        *("networks-cuda-bf16", "networks-cuda-fp16", "networks-cuda-int4", "full-0-3b-bf16", "exits-0-3b-bf16"),
+        *("exits-1-3b-int4", "switches"),
+    ]
+    names = ["ncu", "full-2-3b-group4", *(f"networks-torch-{weights}" for weights in ("fp32", "fp16", "bf16"))]
+    assert [step.name for step in by_call[2]] == names
+    assert [step.call for step in todo] == sorted(step.call for step in todo)
+    for call, seconds in {1: 420, 2: 240}.items():
+        assert sum(step.seconds for step in by_call[call]) <= seconds == plan.SECONDS[call]
+        assert not any("tensorrt" in " ".join((step.name, *step.command)) for step in by_call[call])
+    timed = [step for step in todo if step.name.startswith(("full-", "exits-", "networks-cuda-"))]
+    assert {step.spoiled_by for step in timed} == {"no more runs are recorded as CUDA graphs"}
+    assert plan.UNRECORDED in (ROOT / "cpp" / "src" / "onnxruntime" / "segments.cpp").read_text()
+
+
+def test_the_second_call_takes_what_has_not_passed_first(session: ModuleType, run, tmp_path: Path) -> None:
+    flag = tmp_path / "mended"
+    mended = script(f"import pathlib, sys; sys.exit(not pathlib.Path({str(flag)!r}).exists())")
+    todo = [
+        session.Step("good", "", script("pass"), call=1),
+        session.Step("bad", "", mended, call=1),
+        session.Step("rests", "", script("pass"), after=("bad",), call=1),
+        session.Step("plain", "", script("print('said: no more runs')"), call=1, spoiled_by="no more runs"),
+        session.Step("second", "", script("pass"), call=2),
+        session.Step("rest", "", script("raise SystemExit(1)")),
+    ]
+    code, found = run(todo, "--call", "1")
+    expected = {"good": "passed", "bad": "failed (exit code 1)", "rests": "skipped: bad has not passed"}
+    assert (code, outcomes(found)) == (1, expected | {"plain": "failed (no more runs)"})
+    flag.touch()
+    todo[3] = session.Step("plain", "", script("pass"), call=1, spoiled_by="no more runs")
+    (tmp_path / "out" / "good.log").unlink()
+    code, found = run(todo, "--call", "2")
+    assert (code, outcomes(found)) == (0, dict.fromkeys(("good", "bad", "rests", "plain", "second"), "passed"))
+    assert not (tmp_path / "out" / "good.log").exists(), "what has passed is not run again"
+    code, found = run(todo, "--call", "2", "--seconds", "0")
+    assert found["second"]["outcome"] == "skipped: no time left"
+
+
 @pytest.mark.parametrize("brought", [False, True])
 def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, brought: bool) -> None:
     """Options of our own commands are parsed, files of the others are there, what a step rests on comes first, and no
     step takes longer than a machine may be lent for."""
-    bundles = {name: tmp_path / name for name in ("fp32", "bf16")} if brought else {}
-    libraries = (tmp_path / "kernels.so", tmp_path / "plugins.so") if brought else (None, None)
-    todo = plan.steps(tmp_path, plan.Given(bundles, *libraries))
+    todo = plan.steps(tmp_path, carried(plan, tmp_path) if brought else plan.Given({}))
     names = [step.name for step in todo]
     assert len(names) == len(set(names))
     for number, step in enumerate(todo):
@@ -240,10 +282,6 @@ def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, brou
     assert {name for name in flavours if any(step.startswith(f"build-{name}-") for step in names)} == flavours
     assert any(step.endswith("-plugins") for step in names)
     assert ("export-fp32" in names) == ("configure" in names) == (not brought)
-    by_value = ["kernel-tests", "sanitizer-", "networks-torch-", "build-tensorrt-fp32", "drafter-"]
-    by_value += ["build-tensorrt-fp32-pl", "engine-tests-", "cpp-tensorrt", "kernel-times", "bench-"]
-    first = [next(i for i, name in enumerate(names) if name.startswith(start)) for start in by_value]
-    assert first == sorted(first)
     for flavour in flavours:  # what one step builds another runs, on engines that a third has built
         builds = next(step for step in todo if step.name == f"cpp-build-{flavour}")
         runs = next(step for step in todo if step.name == f"cpp-{flavour}-fp32")
@@ -294,107 +332,3 @@ def test_without_a_gpu_every_step_on_one_is_skipped(
         == of_gpu["engine-tests-tensorrt-rtx"]
         == "skipped: no GPU here"
     )
-
-
-@pytest.fixture(scope="module")
-def carry(session: ModuleType) -> ModuleType:
-    import gpu_carry
-
-    return gpu_carry
-
-
-def test_packing_goes_on_where_it_was_cut_off_and_says_what_is_too_large(
-    carry: ModuleType, session: ModuleType, tmp_path: Path, tiny_llama, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported = []
-
-    def export(model: str, bundle: Path, weights: str, routers: Path | None) -> None:
-        exported.append((weights, routers and routers.parent.name))
-        if exported == [("fp32", None), ("drafter", "fp32"), ("fp16", "fp32")]:
-            raise KeyboardInterrupt
-        shutil.copytree(tiny_llama.exact, bundle)
-
-    def libraries(folder: Path, architectures: str) -> None:
-        exported.append(("libraries", architectures))
-        (folder / carry.KERNELS).touch()
-        (folder / carry.PLUGINS).touch()
-
-    def drafter(model: str, bundle: Path) -> None:
-        exported.append(("drafter", bundle.name))
-        model = open_bundle(bundle).manifest.model
-        given = model.hidden_size, model.hidden_size, np.arange(0, model.vocab_size, 3)
-        write_drafter(bundle, random_drafter(*given, weights_sha256=model.weights_sha256))
-
-    monkeypatch.setattr(carry, "export_bundle", export)
-    monkeypatch.setattr(carry, "train_drafter", drafter)
-    monkeypatch.setattr(carry, "compile_libraries", libraries)
-    folder = tmp_path / "carried"
-    arguments = ["MODEL", "-o", str(folder), "--architectures", "90"]
-    with pytest.raises(KeyboardInterrupt):
-        carry.main(arguments)
-    assert carry.main([*arguments, "--resume"]) == 0
-    cuda = [(f"cuda-{weights}", "fp32") for weights in ("bf16", "fp16", "int4")]
-    rest = [("fp16", "fp32"), ("bf16", "fp32"), *cuda, ("libraries", "90")]
-    assert exported == [("fp32", None), ("drafter", "fp32"), ("fp16", "fp32"), *rest]
-    assert carry.main([*arguments, "--resume", "--limit", "0.001"]) == 1
-    assert len(exported) == 9
-    given = session.brought(session.parsed(["-o", "x", "--carried", str(folder)]))
-    assert (next(iter(given.bundles)), given.kernels) == ("fp32", folder / carry.KERNELS)
-    assert given.plugins == folder / carry.PLUGINS
-    drafting = sys.modules["gpu_steps"].drafter
-    assert drafting(given.bundles["fp32"])() is None
-    assert drafting(given.bundles["bf16"])() == "no drafter in bf16: gpu_carry.py packs one"
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_the_plugin_is_packed_with_or_without_tensorrt_s_headers(
-    carry: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
-) -> None:
-    headers = tmp_path / "trt" if own else carry.DECLARED
-    (tmp_path / "trt" / "include").mkdir(parents=True)
-    (tmp_path / "trt" / "include" / "NvInfer.h").touch()
-    commands = []
-
-    def run(*command: str) -> None:
-        commands.append(command)
-        if "--build" in command:
-            (tmp_path / "build" / "plugins").mkdir(parents=True)
-            for name in (carry.KERNELS, carry.PLUGINS):
-                (tmp_path / "build" / "plugins" / name).touch()
-
-    monkeypatch.setenv("TENSORRT_ROOT", str(tmp_path / "trt") if own else "")
-    monkeypatch.setattr(carry, "run", run)
-    carry.compile_libraries(tmp_path, "90")
-    assert f"-DTENSORRT_ROOT={headers}" in commands[0]
-    assert {"tide_kernels", "tide_plugins"} <= set(commands[1])
-    assert (headers / "include" / "NvInfer.h").is_file()
-    assert sorted(file.name for file in tmp_path.glob("*.so")) == [carry.KERNELS, carry.PLUGINS]
-    assert not (tmp_path / "build").exists()
-
-
-def test_the_step_of_the_drafter_passes_where_it_drafts_and_tokens_stay(plan: ModuleType, tmp_path: Path, tiny_llama):
-    """On the CPU; and a bundle without a drafter does not pass."""
-    program = [sys.executable, "-c", plan.DRAFTS]
-    for bundle, words in (
-        (drafting_copy(tiny_llama.exact, tmp_path), " accepted"),
-        (tiny_llama.exact, "no drafts, or"),
-    ):
-        done = subprocess.run([*program, str(bundle), "cpu-networks"], capture_output=True, text=True, check=False)
-        assert words in done.stdout + done.stderr
-        assert (done.returncode == 0) == (words == " accepted")
-
-
-def test_a_bundle_is_packed_without_what_a_session_does_not_read(carry: ModuleType, tmp_path: Path, tiny_llama) -> None:
-    for name in ("fp32", "bf16"):
-        shutil.copytree(tiny_llama.exact, tmp_path / name)
-        carry.strip(tmp_path / name)
-        files = set(open_bundle(tmp_path / name).manifest.files)
-        assert "segments/head.onnx" in files
-        assert any(file.startswith("batch/") for file in files) == (name == "fp32"), "lists are compared with its"
-        assert (WEIGHTS_FILE in files) == (name == "fp32")
-    prompt = [3, 5, 7]
-    expected = load(tiny_llama.exact, provider="cpu").generate(prompt, max_new_tokens=4).tokens
-    networks = open_engine(open_bundle(tmp_path / "bf16"), "cpu-networks")
-    assert networks.generate(prompt, max_new_tokens=4).tokens == expected
-    together = load(tmp_path / "fp32", provider="cpu").generate([prompt, prompt], max_new_tokens=4)
-    assert [one.tokens for one in together] == [expected] * 2

@@ -1,16 +1,13 @@
 """`tools/checks/gpu_torch.py`: the segment networks in PyTorch, called for by the runtime. A GPU is not needed for what
 tensors are views of; streams, pools and recording are tried on one alone."""
 
-import json
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
-import tiers
 import torch
 from tiny_engines import TinyLlama
 
+from tide_export.bundle.network_spec import RunSize
 from tide_export.bundle.opened import open_bundle
 from tide_export.names.networks import segment_name
 from tide_export.runtime.callers_networks import load_networks
@@ -67,9 +64,9 @@ def test_a_run_is_on_the_runtime_s_stream_and_in_a_pool(
     networks = check.GpuNetworks(open_bundle(tiny_llama.exact), "cpu", _on_host)
     opened, ran = networks(77), []
     opened._networks["head"] = SimpleNamespace(run=lambda *given: ran.append((len(inside), *given)))
-    assert opened.run("head", {"logits": 1}, 2, 1, 0, False)
-    assert opened.run("head", {"logits": 1}, 2, 1, 1, True)
-    assert ran == [(2, {"logits": 1}, 2, 1)] * 2
+    assert opened.run("head", {"logits": 1}, RunSize(2), 0, False)
+    assert opened.run("head", {"logits": 1}, RunSize(2), 1, True)
+    assert ran == [(2, {"logits": 1}, RunSize(2))] * 2
     assert entered == [(("stream", 77),), ("pool",)] * 2
     assert not inside
     assert (networks.runs["head"], networks.recorded["head"]) == (2, 1)
@@ -86,36 +83,6 @@ def test_memory_on_a_gpu_is_told_to_pytorch_as_bytes(check: ModuleType, monkeypa
     found = check.on_gpu(4096, "bfloat16", (2, 1, 3))
     assert (found.dtype, found.shape) == (torch.bfloat16, (2, 1, 3))
     assert told == [{"data": (4096, False), "shape": (12,), "typestr": "|u1", "version": 3}]
-
-
-@pytest.mark.parametrize("processes", tiers.exhaustive_beyond(1, [False, True]))
-def test_a_bundle_without_weights_is_timed_on_random_ones(
-    tiny_llama: TinyLlama,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    processes: bool,
-) -> None:
-    """Each measurement in a process of its own, as it should be, or all in this one."""
-    import gpu_carry
-    import gpu_exits
-
-    def in_this_process(arguments: list[str], decider: str) -> dict[str, Any]:
-        assert gpu_exits.main([*arguments, "--measure"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    if not processes:
-        monkeypatch.setattr(gpu_exits, "in_a_process", in_this_process)
-    gpu_carry.pack_shape(tiny_llama.exact, tmp_path / "shape")
-    assert not list(tmp_path.rglob("*.data"))
-    few = ["--sequences", "1,2", "--new-tokens", "4", "--rounds", "1", "--device", "cpu"]
-    assert gpu_exits.main([str(tmp_path / "shape"), *few, "--json", str(tmp_path / "exits.json")]) == 0
-    rows = json.loads((tmp_path / "exits.json").read_text())
-    checkpoints = open_bundle(tiny_llama.exact).manifest.checkpoints
-    cases = ["full", "never", *(f"{layers} layers" for layers in checkpoints)]
-    assert [(row["case"], row["sequences"]) for row in rows] == [(case, size) for size in (1, 2) for case in cases]
-    assert all(row[f"{decider} decides, us"] > 0 for row in rows for decider in ("GPU", "host"))
-    assert "{'GPU': 0, 'host': 0}" in capsys.readouterr().out, "the host records nothing"
 
 
 def test_a_session_in_which_nothing_was_recorded_fails(

@@ -36,29 +36,37 @@ def load_cudart() -> ctypes.CDLL:
 
 
 class SwitchGraph:
-    """A graph of one switch node between two bodies, of which the first runs, with what `work` queues.
+    """A graph of switch nodes, one after the other, between two bodies, of which the first runs: what `work` queues.
 
     Raises:
         RuntimeError: CUDA fails (graphs of CUDA 12.8 or later have switch nodes), or `work` may not be recorded.
     """
 
-    def __init__(self, cudart: ctypes.CDLL, stream: int, work: Callable[[], object]) -> None:
+    def __init__(self, cudart: ctypes.CDLL, stream: int, work: Callable[[], object], switches: int = 1) -> None:
         self._cudart, self._stream = cudart, c_void_p(stream)
-        graph, captured, node, handle = c_void_p(), c_void_p(), c_void_p(), c_ulonglong()
+        graph, node = c_void_p(), None
         self._check("cudaGraphCreate", byref(graph), c_uint(0))
+        for _ in range(switches):
+            node = self._add(graph, node, work)
+        self._executable = c_void_p()
+        self._check("cudaGraphInstantiate", byref(self._executable), graph, c_ulonglong(0))
+        self._check("cudaGraphDestroy", graph)
+
+    def _add(self, graph: c_void_p, before: c_void_p | None, work: Callable[[], object]) -> c_void_p:
+        """Adds a switch node, after another."""
+        captured, node, handle = c_void_p(), c_void_p(), c_ulonglong()
         self._check("cudaGraphConditionalHandleCreate", byref(handle), graph, c_uint(0), c_uint(ASSIGN_DEFAULT))
         switch = SwitchNode(type=13, handle=handle.value, kind=2, size=2)
-        add = "cudaGraphAddNode_v2" if hasattr(cudart, "cudaGraphAddNode_v2") else "cudaGraphAddNode"  # CUDA 12, 13
-        self._check(add, byref(node), graph, None, None, c_size_t(0), byref(switch))
+        two = hasattr(self._cudart, "cudaGraphAddNode_v2")  # CUDA 12, 13
+        after = (None, None, c_size_t(0)) if before is None else (byref(before), None, c_size_t(1))
+        self._check("cudaGraphAddNode_v2" if two else "cudaGraphAddNode", byref(node), graph, *after, byref(switch))
         body = c_void_p(switch.bodies[0])
         self._check("cudaStreamBeginCaptureToGraph", self._stream, body, None, None, c_size_t(0), c_int(IN_THREAD))
         try:
             work()
         finally:
             self._check("cudaStreamEndCapture", self._stream, byref(captured))
-        self._executable = c_void_p()
-        self._check("cudaGraphInstantiate", byref(self._executable), graph, c_ulonglong(0))
-        self._check("cudaGraphDestroy", graph)
+        return node
 
     def launch(self) -> None:
         """Queues the graph on the stream."""

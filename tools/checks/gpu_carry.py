@@ -1,16 +1,16 @@
 """Packs what a lent machine with a GPU lacks, for `gpu_session.py --carried`: bundles of a model and compiled kernels.
 
     python tools/checks/gpu_carry.py MODEL -o FOLDER [--routers FILE] [--architectures 80,86,89,90,120]
-                                     [--shape BUNDLE] [--limit MIB] [--resume]
+                                     [--shape BUNDLE]... [--limit MIB] [--resume]
 
 FOLDER/bundles gets a bundle each in float32, float16 and bfloat16, without what a session does not read, the one in
 float32 with a drafter, and one each for ONNX Runtime on CUDA in bfloat16, float16 and int4. FOLDER/libtide_kernels.so
 and libtide_plugins.so get the kernels and the plugin for these GPUs, compiled with nvcc: with TensorRT's headers where
 TENSORRT_ROOT has them, else with what the tests declare of them, which makes the same machine code. Without `--routers`
-routers are calibrated briefly, and the drafter is trained for a minute. Of `--shape`, a bundle of a model as large as
-people serve, the networks alone are packed: exits are timed on random weights. The bundles are not compared with the
-model here: the session does that. `--resume` goes on where a run before was cut off. Exit code 1 where FOLDER is larger
-than the limit (60 MiB).
+routers are calibrated briefly, and the drafter is trained for a minute. Of each `--shape`, a bundle of `--target cuda`
+of a model as large as people serve, the networks alone are packed, and timed on random weights: what counts most comes
+first. The bundles are not compared with the model here: the session does that. `--resume` goes on where a run before
+was cut off. Exit code 1 where FOLDER is larger than the limit (60 MiB).
 """
 
 import argparse
@@ -23,9 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpu_machine import headers
-from gpu_steps import CUDA, CUDA_WEIGHTS, DECLARED, KERNELS, PLUGINS, ROOT, SHAPE, WEIGHTS
+from gpu_steps import CUDA, CUDA_WEIGHTS, DECLARED, KERNELS, PLUGINS, ROOT, SHAPES, WEIGHTS
 
-from tide_export.bundle.file_names import DRAFTER_FILE, EMBEDDING_FILE, MANIFEST_FILE, ROUTERS_FILE, WEIGHTS_FILE
+from tide_export.bundle.file_names import DRAFTER_FILE, MANIFEST_FILE, ROUTERS_FILE, SEGMENTS_FOLDER, WEIGHTS_FILE
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 
@@ -41,11 +41,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--architectures", default="80,86,89,90,120", help="of the kernels (80,86,89,90,120); '' for none"
     )
-    parser.add_argument("--shape", type=Path, metavar="BUNDLE", help="with segment networks; packed without weights")
+    parser.add_argument(
+        "--shape", action="append", type=Path, default=[], metavar="BUNDLE", help="packed without weights"
+    )
     parser.add_argument("--limit", type=float, default=60, metavar="MIB", help="of the folder (60)")
     parser.add_argument("--resume", action="store_true", help="keep what a run before has finished")
     options = parser.parse_args(arguments)
     folder, begun = options.output.resolve(), time.perf_counter()
+    for shape in options.shape:
+        if not Manifest.from_json((shape / MANIFEST_FILE).read_text()).has_cuda_networks:
+            sys.exit(f"gpu_carry: bundle '{shape}' holds no networks for CUDA: export it with --target cuda")
     if not options.resume:
         shutil.rmtree(folder, ignore_errors=True)
     (folder / "bundles").mkdir(parents=True, exist_ok=True)
@@ -62,8 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.architectures and not all((folder / name).is_file() for name in (KERNELS, PLUGINS)):
         compile_libraries(folder, options.architectures)
         print(f"{KERNELS} and {PLUGINS} after {time.perf_counter() - begun:.0f} s", flush=True)
-    if options.shape is not None:
-        pack_shape(options.shape, folder / SHAPE)
+    for number, shape in enumerate(options.shape):
+        pack_shape(shape, folder / SHAPES / f"{number}-{shape.resolve().name}")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
     print(f"{folder}: {size:.1f} MiB of at most {options.limit:g}")
     return int(size > options.limit)
@@ -109,10 +114,12 @@ def strip(bundle: Path) -> None:
 
 
 def pack_shape(bundle: Path, target: Path) -> None:
-    """Copies a bundle without its weights. Its manifest goes on naming the embedding's file, for its size."""
-    shutil.copytree(bundle, target, ignore=shutil.ignore_patterns("*.data", "batch", "routers*"), dirs_exist_ok=True)
+    """Copies a bundle without weights. Its manifest goes on naming its networks' files of weights, for their sizes."""
+    unread = shutil.ignore_patterns("*.data", "batch", "routers*", "report.*")
+    shutil.copytree(bundle, target, ignore=unread, dirs_exist_ok=True)
     manifest = Manifest.from_json((bundle / MANIFEST_FILE).read_text())
-    kept = {name: info for name, info in manifest.files.items() if (target / name).exists() or name == EMBEDDING_FILE}
+    kept = {name: info for name, info in manifest.files.items() if (target / name).exists()}
+    kept |= {name: info for name, info in manifest.files.items() if name.startswith(f"{SEGMENTS_FOLDER}/")}
     (target / MANIFEST_FILE).write_text(replace(manifest, files=kept).to_json())
 
 

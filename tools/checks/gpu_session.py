@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, in one go: kernels, networks, plans, times, into one report folder.
 
     python tools/checks/gpu_session.py -o FOLDER [--carried FOLDER] [--bundle BUNDLE]... [--kernels LIBRARY]
-        [--plugins LIBRARY] [--seconds N] [--resume] [--archive FILE.tgz] [--page FILE.md]
+        [--plugins LIBRARY] [--call 1|2] [--seconds N] [--resume] [--archive FILE.tgz] [--page FILE.md]
         [--only STEP]... [--list]
 
 For a machine that is lent for a quarter of an hour and of which little is known. Every step is a process of its own
@@ -11,6 +11,8 @@ compiler, a package) is its result. The report (FOLDER/report.json and report.md
 and the page of measurements) is written anew before and after every step, so that a session that is cut off leaves what
 it has seen, and what it was doing. `--resume` goes on: what passed, failed or timed out stays, and a step in which the
 session ended comes last, once. `--only` runs some steps again; the results of the others stay in the report.
+Where minutes are lent, `--call 1` runs what counts in 420 seconds, and `--call 2` in 240 first what has not passed of
+it, then what explains it. Without `--call` all steps are run.
 
 Uses what is installed and downloads nothing: the extras `gpu`, `rtx` and `export` for all of it; TENSORRT_ROOT and
 TENSORRT_RTX_ROOT for the C++ runtime. `--carried` names what `gpu_carry.py` has packed: bundles, and compiled kernels
@@ -34,7 +36,7 @@ from pathlib import Path
 
 from gpu_machine import facts
 from gpu_page import page
-from gpu_steps import KERNELS, PLUGINS, ROOT, SHAPE, Given, Step, steps
+from gpu_steps import KERNELS, PLUGINS, ROOT, SECONDS, SHAPES, Given, Step, steps
 
 PASSED, STARTED, CUT_OFF = "passed", "started", "cut off"
 TAIL_LINES = 12
@@ -133,9 +135,17 @@ def run_step(step: Step, folder: Path, seconds_left: float) -> Result:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    if outcome == PASSED and step.spoiled_by is not None and any(step.spoiled_by in line for line in lines):
+        outcome = f"failed ({step.spoiled_by})"
     if outcome == PASSED and lines and ALL_SKIPPED.fullmatch(lines[-1]):
         outcome = "skipped: by all of its tests"
     return Result(step.name, step.shows, outcome, round(time.perf_counter() - started, 1), lines[-TAIL_LINES:])
+
+
+def of_call(call: int, todo: Sequence[Step], before: Mapping[str, Result]) -> list[Step]:
+    """What a call has to do: what has not passed in those before it, and its own."""
+    passed = {name for name, result in before.items() if result.outcome == PASSED}
+    return [step for step in todo if step.call == call or (step.call < call and step.name not in passed)]
 
 
 def to_resume(todo: Sequence[Step], before: Mapping[str, Result]) -> list[Step]:
@@ -162,7 +172,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kernels", type=Path, metavar="LIBRARY", help=f"{KERNELS} (that carried, or compiled here)")
     parser.add_argument("--plugins", type=Path, metavar="LIBRARY", help=f"{PLUGINS} (likewise)")
-    parser.add_argument("--seconds", type=float, default=3600, metavar="N", help="for all steps of this run (3600)")
+    parser.add_argument("--call", type=int, choices=SECONDS, help="run the steps of one of two calls")
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="for all steps of this run (420 and 240 of a call; else 3600)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on where the session in this folder ended")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="rewritten with every step")
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="page of measurements to write")
@@ -175,7 +188,7 @@ def brought(options: argparse.Namespace) -> Given:
     """What the options and the carried folder hold."""
     bundles = list(options.bundle or ())
     if options.carried is not None and not bundles:
-        bundles = sorted((options.carried / "bundles").glob("*"), key=lambda path: "fp32" not in path.name)
+        bundles = sorted((options.carried / "bundles").glob("*"), key=lambda path: ("fp32" not in path.name, path.name))
 
     def one(given: Path | None, name: str) -> Path | None:
         carried = None if options.carried is None else options.carried / name
@@ -183,7 +196,9 @@ def brought(options: argparse.Namespace) -> Given:
         return found and found.resolve()
 
     libraries = one(options.kernels, KERNELS), one(options.plugins, PLUGINS)
-    return Given({path.name: path.resolve() for path in bundles}, *libraries, one(None, SHAPE))
+    shapes = [] if options.carried is None else sorted((options.carried / SHAPES).glob("*"))
+    by_name = [{path.name: path.resolve() for path in found} for found in (bundles, shapes)]
+    return Given(by_name[0], *libraries, by_name[1])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,17 +208,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(options.only or ()) - {step.name for step in todo})
     if unknown:
         sys.exit(f"gpu_session: no step {unknown[0]!r}: see --list")
+    report = Report(folder, options.archive, options.page)
+    results, everything = report.results, todo
+    if options.call is not None:
+        todo = of_call(options.call, todo, results)
     if options.list:
         for step in todo:
             print(f"{step.name:32} {' '.join(step.command)}")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    report = Report(folder, options.archive, options.page)
-    results = report.results
+    seconds = SECONDS.get(options.call, 3600) if options.seconds is None else options.seconds
     for step in to_resume(todo, results) if options.resume else todo:
         if options.only and step.name not in options.only:
             continue
-        left = options.seconds - (time.perf_counter() - begun)
+        left = seconds - (time.perf_counter() - begun)
         starts = results[step.name].starts if step.name in results and options.resume else 0
         reason = why_not(step, results, left)
         if reason is None and starts > 1 and results[step.name].outcome == STARTED:
@@ -212,9 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[step.name] = Result(step.name, step.shows, f"skipped: {reason}", 0.0, [], starts)
         else:
             results[step.name] = Result(step.name, step.shows, STARTED, 0.0, [], starts + 1)
-            report.write(todo)
+            report.write(everything)
             results[step.name] = replace(run_step(step, folder, left), starts=starts + 1)
-        report.write(todo)
+        report.write(everything)
         print(f"{step.name:32} {results[step.name].outcome}", flush=True)
     bad = ("failed", "timed out")
     return int(any(result.outcome.startswith(bad) for result in results.values()))

@@ -1,13 +1,13 @@
 """What there is to do on a machine with a GPU, for `gpu_session`: every step, what it rests on and what it needs.
 
-The order is that of value, for a machine that is lent for a quarter of an hour: first what runs at all and is right
-(the kernel, the runtime, plans, plans with plugins), then times.
+The order is that of value, for a machine that is lent for a quarter of an hour: what provider `cuda` needs and reaches
+on a large model (call 1), then what explains it and a regression (call 2), then the rest and all about TensorRT.
 """
 
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpu_machine import (
@@ -24,13 +24,18 @@ from gpu_machine import (
     torch_on_gpu,
 )
 
+from tide_export.runtime.native import LIBRARY as LIBRARY_FILE
+
 WEIGHTS = ("fp32", "fp16", "bf16")  # of bundles for TensorRT
 CUDA = "cuda-"  # bundles for ONNX Runtime on CUDA, by name; one in int4 is compared with its own graph
 CUDA_WEIGHTS = ("bf16", "fp16", "int4")
 ROOTS = {"tensorrt": "TENSORRT_ROOT", "tensorrt-rtx": "TENSORRT_RTX_ROOT"}  # variables that name a flavour's headers
 DECLARED = ROOT / "tests" / "plugins" / "declared"  # of TensorRT's headers what the plugins use: the same machine code
 KERNELS, PLUGINS = "libtide_kernels.so", "libtide_plugins.so"
-SHAPE = "shape"  # a bundle's networks without weights, of a model as large as people serve
+SHAPES = "shapes"  # folder of bundles without weights, of models as large as people serve, sorted by what counts
+SECONDS = {1: 420, 2: 240}  # by call
+REST = 3  # the call of what is in none
+UNRECORDED = "no more runs are recorded as CUDA graphs"  # the library, where it goes on without
 MAX_SECONDS = 300  # of a step: one that hangs leaves others their time
 PYTHON = sys.executable
 EXPORTING = ("torch", "transformers", "onnxscript", "pydantic", "datasets")  # packages that an export needs
@@ -55,8 +60,9 @@ print(found.stats.learned_drafted, "drafted,", found.stats.learned_accepted, "ac
 sys.exit(0 if found.tokens == full.tokens and found.stats.learned_drafted else "no drafts, or other tokens than full's")
 """
 EQUAL = "logits, exits and tokens against the graph on the CPU, and times"
-SANITIZERS = {"memcheck": "bad address", "racecheck": "race"}
+SANITIZERS = {"racecheck": "race", "memcheck": "bad address"}
 SANITIZERS |= {"initcheck": "read of what nothing wrote", "synccheck": "barrier that some threads miss"}
+PROFILED = "regex:gemv|gemm|nvjet|xmma|cutlass|flash|fmha|attention|xqa"  # kernels of products and attention
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Step:
         seconds: it may take.
         after: steps that must have passed.
         lacks: each says what the machine lacks for it, or None.
+        call: of a session in two calls, or `REST`.
+        spoiled_by: words in the log with which it has failed.
     """
 
     name: str
@@ -79,6 +87,8 @@ class Step:
     after: tuple[str, ...] = ()
     lacks: tuple[Lacks, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    call: int = REST
+    spoiled_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,38 +100,47 @@ class Given:
             are of the same model. Without any the demo model is exported here.
         kernels: `libtide_kernels.so` for this GPU; None: it is compiled here.
         plugins: `libtide_plugins.so`, likewise.
-        shape: networks without weights, to time exits on.
+        shapes: networks for CUDA without weights, by name, to time tokens on.
     """
 
     bundles: Mapping[str, Path]
     kernels: Path | None = None
     plugins: Path | None = None
-    shape: Path | None = None
+    shapes: Mapping[str, Path] = field(default_factory=dict)
 
 
 def steps(folder: Path, given: Given) -> list[Step]:
-    """All there is to do."""
+    """All there is to do, by call."""
+    return sorted(_steps(folder, given), key=lambda step: step.call)
+
+
+def _steps(folder: Path, given: Given) -> list[Step]:
     build = folder / "build"
     kernels, plugins = given.kernels or build / "plugins" / KERNELS, given.plugins or build / "plugins" / PLUGINS
     bundles = dict(given.bundles)
     exported = dict.fromkeys(bundles, ("library",))  # the steps that a bundle rests on
+    for_cuda = {name: bundle for name, bundle in bundles.items() if name.startswith(CUDA)}
+    compiles = 10 if LIBRARY_FILE.is_file() else MAX_SECONDS
+    shows = "bandwidth of a copy, and of cuBLAS at one row of the model's matrices"
     found = [
-        Step("gpu", "which GPU and driver", ("nvidia-smi",), 30, (), (program("nvidia-smi"),)),
-        Step("packages", "which versions", (PYTHON, "-m", "pip", "freeze"), 60),
+        Step("gpu", "which GPU and driver", ("nvidia-smi",), 5, (), (program("nvidia-smi"),), call=1),
+        Step("packages", "which versions", (PYTHON, "-m", "pip", "freeze"), 10, call=1),
+        Step("library", "the runtime's library is there, or compiles", (PYTHON, "-c", LIBRARY), compiles, call=1),
+        *(_limits("limits", shows, 25, bundle) for bundle in list((given.shapes or for_cuda).values())[:1]),
         *_kernel_steps(given, build, kernels, plugins),
-        *_sanitizer_steps(kernels),
-        Step("library", "the runtime's library is there, or compiles", (PYTHON, "-c", LIBRARY), MAX_SECONDS),
+        _sanitizer_step("racecheck", kernels, 30, 1),
+        _kernel_times(kernels, folder),
     ]
     if not bundles:
         names = [*WEIGHTS, *(CUDA + weights for weights in CUDA_WEIGHTS)]
         bundles = {name: folder / f"bundle-{name}" for name in names}
         exported = {name: (f"export-{name}",) for name in names}
         found += [_export_step(name, target) for name, target in bundles.items()]
-    first, reference = next(iter(bundles.items()))
-    for_cuda = {name: bundle for name, bundle in bundles.items() if name.startswith(CUDA)}
-    for name, bundle in for_cuda.items():
+    reference = next(iter(bundles.values()))
+    for name, bundle in [item for item in bundles.items() if item[0].startswith(CUDA)]:
         found += _cuda_steps(name, bundle, bundle if "int4" in name else reference, folder, exported[name])
         del bundles[name]
+    found += [*_shape_steps(given.shapes, folder), _limits("switches", "what switch nodes cost that do nothing", 30)]
     for name, bundle in bundles.items():
         found += _network_steps(name, bundle, reference, folder, exported[name])
     in_cpp, times = list[Step](), list[Step]()
@@ -133,11 +152,8 @@ def steps(folder: Path, given: Given) -> list[Step]:
                 found += _engine_steps(one.name, source, bundle, exported[name], library)
                 in_cpp.append(_cpp_step(one.name, bundle, library))
                 times += _time_steps(one.name, bundle, library)
-    exits = [_exit_times(first, reference, exported[first], folder)]
-    if given.shape is not None:
-        exits.append(_exit_times(SHAPE, given.shape, ("library",), folder))
-    times = [*exits, _kernel_times(kernels, folder), *times]
-    return [*found, *_test_steps(plugins), *in_cpp, *times]
+    rest = [_sanitizer_step(name, kernels, MAX_SECONDS, REST) for name in list(SANITIZERS)[1:]]
+    return [*found, *rest, *_test_steps(plugins), *in_cpp, *times]
 
 
 def cli(*arguments: object) -> tuple[str, ...]:
@@ -160,36 +176,59 @@ def _kernel_steps(given: Given, build: Path, kernels: Path, plugins: Path) -> li
     )
     opened = f"import ctypes; print(ctypes.CDLL({str(plugins)!r}))"
     native = (program("cmake"), program("nvcc"))
+    both = (("kernels", given.kernels, code, "the kernels", 1), ("plugins", given.plugins, opened, "the plugins", REST))
     root = os.environ.get("TENSORRT_ROOT") or DECLARED
     configure = ("cmake", "--preset", "plugins", "-B", str(build), f"-DTENSORRT_ROOT={root}")
     compiling = ("cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 2), "--target")
     made = []
     if given.kernels is None or given.plugins is None:
-        made = [Step("configure", "the toolkit is found", configure, 120, (), native)]
-    for name, given_library, check, shows in (
-        ("kernels", given.kernels, code, "the kernels"),
-        ("plugins", given.plugins, opened, "the plugins"),
-    ):
+        made = [Step("configure", "the toolkit is found", configure, 120, (), native, call=1)]
+    for name, given_library, check, shows, call in both:
         if given_library is not None:
-            made += [Step(name, f"{shows} that were compiled elsewhere load", (PYTHON, "-c", check), 60)]
+            made += [Step(name, f"{shows} that were compiled elsewhere load", (PYTHON, "-c", check), 10, call=call)]
         else:
             target = (*compiling, f"tide_{name}")
-            made += [Step(name, f"{shows} compile for this GPU", target, MAX_SECONDS, ("configure",))]
+            made += [Step(name, f"{shows} compile for this GPU", target, MAX_SECONDS, ("configure",), call=call)]
     shows, command = "the kernels equal float64 on this GPU, in CUDA graphs too", tests("tests/gpu/test_kernels_gpu.py")
     library = (("TIDE_KERNELS_LIBRARY", str(kernels)),)
-    return [*made, Step("kernel-tests", shows, command, MAX_SECONDS, ("kernels",), (gpu,), library)]
+    return [*made, Step("kernel-tests", shows, command, 30, ("kernels",), (gpu,), library, call=1)]
 
 
 def _kernel_times(kernels: Path, folder: Path) -> Step:
-    shows = "kernel times against the memory floor and PyTorch"
-    times = tool("benchmarks/kernels", kernels, "--json", folder / "kernels.json")
-    return Step("kernel-times", shows, times, 180, ("kernels",), (torch_on_gpu,))
+    shows = "kernel times, in a switch body too, against the memory floor and PyTorch"
+    times = tool("benchmarks/kernels", kernels, "--slots", "1,8", "--json", folder / "kernels.json")
+    return Step("kernel-times", shows, times, 30, ("kernels",), (torch_on_gpu,), call=1)
 
 
-def _exit_times(name: str, bundle: Path, after: tuple[str, ...], folder: Path) -> Step:
-    shows = "a token's time by the layers it runs, where the GPU decides and where the host does"
-    times = tool("benchmarks/gpu_exits", bundle, "--json", folder / f"exits-{name}.json")
-    return Step(f"exit-times-{name}", shows, times, 240, after, (torch_on_gpu, package("onnx")))
+def _limits(name: str, shows: str, seconds: int, *bundle: Path) -> Step:
+    return Step(name, shows, tool("benchmarks/gpu_limits", *bundle), seconds, (), (torch_on_gpu,), call=1)
+
+
+def _shape_steps(shapes: Mapping[str, Path], folder: Path) -> list[Step]:
+    """Large models by provider `cuda`: full depth and exits of the first, exits of the second (int4), full depth of a
+    third (another head group); and what the kernels of the first do."""
+    found, lacks = list[Step](), (onnxruntime_on_gpu, torch_on_gpu, package("onnx"))
+    if shapes:
+        few = ("--full-only", "--sequences", "1", "--new-tokens", "4", "--rounds", "1")
+        run = tool("benchmarks/gpu_exits", next(iter(shapes.values())), *few)
+        which = ("--kernel-name", PROFILED, "--launch-skip", "250", "--launch-count", "16", "--set", "basic")
+        profile = ("ncu", "--target-processes", "all", "--clock-control", "none", *which, *run)
+        shows, unrecorded = "what bounds the kernels of products and of attention", (("TIDE_CUDA_GRAPHS", "0"),)
+        found.append(Step("ncu", shows, profile, 60, ("library",), (program("ncu"), *lacks), unrecorded, call=2))
+    kinds = {"full": "at full depth, and its share of the bandwidth", "exits": "by the layers it runs"}
+
+    def add(kind: str, number: int, seconds: int, call: int, *options: str) -> None:
+        for name, bundle in list(shapes.items())[number : number + 1]:
+            times = tool("benchmarks/gpu_exits", bundle, *options, "--json", folder / f"exits-{name}-{kind}.json")
+            shows = f"a token's time {kinds[kind]}, on random weights"
+            step = Step(f"{kind}-{name}", shows, times, seconds, ("library",), lacks, call=call)
+            found.append(replace(step, spoiled_by=UNRECORDED))
+
+    add("full", 0, 60, 1, "--full-only")
+    add("exits", 0, 70, 1)
+    add("exits", 1, 50, 1)
+    add("full", 2, 40, 2, "--full-only", "--sequences", "1")
+    return found
 
 
 def _export_step(name: str, target: Path) -> Step:
@@ -199,11 +238,11 @@ def _export_step(name: str, target: Path) -> Step:
     options += ["--calibration-samples", "200", "--dataset", "calibration/text/python-stdlib.jsonl"]
     command = cli("export", "demo/demo-llama", "-o", target, "--weights", weights, *options)
     shows = f"the demo model's segment networks for {engine[0]} in {weights}"
-    return Step(f"export-{name}", shows, command, MAX_SECONDS, ("library",), tuple(map(package, EXPORTING)))
+    return Step(f"export-{name}", shows, command, MAX_SECONDS, ("library",), tuple(map(package, EXPORTING)), call=1)
 
 
 def _against(reference: Path, folder: Path, step: str) -> tuple[object, ...]:
-    return ("--reference", reference, "--new-tokens", "64", "--rounds", "2", "--json", folder / f"{step}.json")
+    return ("--reference", reference, "--new-tokens", "32", "--rounds", "1", "--json", folder / f"{step}.json")
 
 
 def _cuda_steps(name: str, bundle: Path, reference: Path, folder: Path, after: tuple[str, ...]) -> list[Step]:
@@ -213,8 +252,9 @@ def _cuda_steps(name: str, bundle: Path, reference: Path, folder: Path, after: t
     compared, lacks = f"networks-{name}", (onnxruntime_on_gpu,)
     command = tool("checks/networks", bundle, "cuda", *_against(reference, folder, compared))
     decoding = cli("bench", bundle, "--provider", "cuda", "--json")
+    shows = f"ONNX Runtime on CUDA, recorded and replayed: {EQUAL}"
     return [
-        Step(compared, f"ONNX Runtime on CUDA: {EQUAL}", command, 180, after, lacks),
+        Step(compared, shows, command, 20, after, lacks, call=1, spoiled_by=UNRECORDED),
         Step(f"decode-{name}", "decode times", decoding, 180, (compared,)),
     ]
 
@@ -229,10 +269,9 @@ def _network_steps(name: str, bundle: Path, reference: Path, folder: Path, after
     torch, on_torch = f"networks-torch-{name}", (torch_on_gpu, package("onnx"))
     host = f"{torch}-host"
     by_host = ("env", "TIDE_HOST_DECIDES=1", *tool("checks/gpu_torch", bundle, *_against(reference, folder, host)))
+    recorded = tool("checks/gpu_torch", bundle, *_against(reference, folder, torch))
     return [
-        Step(
-            torch, memory, tool("checks/gpu_torch", bundle, *_against(reference, folder, torch)), 180, after, on_torch
-        ),
+        Step(torch, memory, recorded, 45, after, on_torch, call=2),
         Step(host, f"the same where the host decides after each segment: {shows}", by_host, 180, after, on_torch),
     ]
 
@@ -320,19 +359,11 @@ def _test_steps(plugins: Path) -> list[Step]:
     return [*found, Step("engine-tests-plugins", "so do those with plugins", command, MAX_SECONDS, after, lacks, given)]
 
 
-def _sanitizer_steps(kernels: Path) -> list[Step]:
+def _sanitizer_step(name: str, kernels: Path, seconds: int, call: int) -> Step:
     run = (PYTHON, "tests/plugins/kernel_cases.py", str(kernels), "--gpu")
-    return [
-        Step(
-            f"sanitizer-{name}",
-            f"no {finds} in the kernels",
-            ("compute-sanitizer", "--tool", name, "--error-exitcode", "1", *run),
-            MAX_SECONDS,
-            ("kernels",),
-            (gpu, program("compute-sanitizer")),
-        )
-        for name, finds in SANITIZERS.items()
-    ]
+    command = ("compute-sanitizer", "--tool", name, "--error-exitcode", "1", *run)
+    shows, lacks = f"no {SANITIZERS[name]} in the kernels", (gpu, program("compute-sanitizer"))
+    return Step(f"sanitizer-{name}", shows, command, seconds, ("kernels",), lacks, call=call)
 
 
 def program_of(build: Path) -> Path:

@@ -11,7 +11,6 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +24,6 @@ from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.runtime.callers_networks import load_networks
 from tide_export.runtime.engine import Engine
 from tide_export.verify.pytorch import networks as in_pytorch
-from tide_export.verify.pytorch.operators import DTYPES
 from tide_export.verify.pytorch.program import Program
 
 View = Callable[[int, str, tuple[int, ...]], torch.Tensor]
@@ -45,28 +43,6 @@ def on_gpu(address: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.as_tensor(_Memory(address, torch.Size(shape).numel() * kind.itemsize)).view(kind).reshape(shape)
 
 
-def random_weights(
-    model: onnx.ModelProto, folder: Path, device: str, drawn: dict[tuple[str, ...], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Draws the weights of a network whose weights file was left behind: they say nothing, and take as long to read.
-
-    Args:
-        drawn: what was drawn before, by place in the file, as networks share weights.
-    """
-    weights = {}
-    for tensor in model.graph.initializer:
-        place = {entry.key: entry.value for entry in tensor.external_data}
-        if not place or (folder / place["location"]).exists():
-            continue
-        key = (place["location"], place.get("offset", "0"))
-        if key not in drawn:
-            noise = 0.02 * torch.randn(tuple(tensor.dims), device=device)
-            noise = noise + 1 if noise.dim() == 1 else noise  # of a norm: about 1
-            drawn[key] = noise.to(DTYPES[tensor.data_type])
-        weights[tensor.name] = drawn[key]
-    return weights
-
-
 class GpuNetworks:
     """The networks of a bundle on a device.
 
@@ -78,14 +54,10 @@ class GpuNetworks:
         info = bundle.manifest.networks
         assert info is not None
         self.expected, self.view = specs(bundle.manifest, info), view
-        self.programs, drawn = {}, dict[tuple[str, ...], torch.Tensor]()
+        self.programs = {}
         for name in self.expected:
-            file = bundle.path / network_file(name)
-            model = onnx.load(str(file), load_external_data=False)
-            weights = random_weights(model, file.parent, device, drawn)
-            if not weights:
-                onnx.load_external_data_for_model(model, str(file.parent))
-            self.programs[name] = Program(model, weights, torch.device(device), str(file))
+            file = str(bundle.path / network_file(name))
+            self.programs[name] = Program(onnx.load(file), {}, torch.device(device), file)
         self.runs, self.recorded = Counter[str](), Counter[str]()
         if device == "cuda":
             torch.cuda.synchronize()  # the networks run on streams that do not wait for this one

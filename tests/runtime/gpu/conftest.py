@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from caller_networks import CallersNetworks, callers_engine
-from fake_cudart import OLD, SOURCE, FakeCudart, compiled
+from fake_cudart import OLD, SOURCE, FakeCudart, compiled, compiled_exit
 from judge import TEXT
 from tiny_engines import TinyLlama
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.native import onnxruntime_library
 from tide_export.verify.export_gate import dividing_thresholds
 
 Callers = tuple[Engine, CallersNetworks]
@@ -31,6 +32,14 @@ def machine(cudart_library: Path) -> Iterator[FakeCudart]:
         yield cudart
         cudart.reset(devices=0)
         cudart.kept.clear()
+
+
+@pytest.fixture(scope="session")
+def ort_on_gpu(cudart_library: Path, shared: Path) -> dict[str, str]:
+    """Environment variables of a process in which the stand-ins are CUDA and ONNX Runtime with its provider for it."""
+    library = compiled(SOURCE.with_name("fake_ort_cuda.cpp"), shared / "fake_ort_cuda.so", "-ldl")
+    variables = {"TIDE_ONNXRUNTIME": library, "FAKE_ORT_REAL": onnxruntime_library(), "TIDE_CUDART": cudart_library}
+    return {name: str(value) for name, value in (variables | {"FAKE_CUDA_EXIT": compiled_exit(shared)}).items()}
 
 
 @pytest.fixture

@@ -11,11 +11,8 @@ from typing import Any
 
 import on_ort_cuda
 import pytest
-from fake_cudart import compiled, compiled_exit
 from generations import PROMPTS
 from tiny_engines import TinyLlama, pieces_of, segments_of
-
-from tide_export.runtime.native import onnxruntime_library
 
 
 @pytest.fixture(scope="module", params=["fp32", "fp16"])
@@ -30,17 +27,14 @@ def bundle(
 
 
 @pytest.fixture
-def on_gpu(bundle: Path, cudart_library: Path, shared: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def on_gpu(bundle: Path, ort_on_gpu: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the script beside this on GPU 1 of the stand-ins."""
-    library = compiled(Path(__file__).with_name("fake_ort_cuda.cpp"), shared / "fake_ort_cuda.so", "-ldl")
 
     def run(settings: list[dict[str, Any]], **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, on_ort_cuda.__file__, str(bundle), str(cudart_library)]
-        variables = {"TIDE_ONNXRUNTIME": library, "FAKE_ORT_REAL": onnxruntime_library(), "FAKE_ORT_DEVICE": "1"}
-        variables |= {"TIDE_CUDART": cudart_library, "FAKE_CUDA_EXIT": compiled_exit(shared)}
+        command = [sys.executable, on_ort_cuda.__file__, str(bundle), ort_on_gpu["TIDE_CUDART"]]
         return subprocess.run(
             [*command, json.dumps(PROMPTS), json.dumps(settings)],
-            env=os.environ | {name: str(value) for name, value in variables.items()} | changes,
+            env=os.environ | ort_on_gpu | {"FAKE_ORT_DEVICE": "1"} | changes,
             capture_output=True,
             text=True,
             check=False,

@@ -19,18 +19,19 @@ def stream(cudart: FakeCudart) -> int:
     cudart.functions.cudaStreamDestroy(made)
 
 
-def test_the_work_runs_in_a_body_at_each_launch(cudart: FakeCudart, stream: int) -> None:
+@pytest.mark.parametrize("switches", [1, 3])
+def test_the_work_runs_in_a_body_at_each_launch(cudart: FakeCudart, stream: int, switches: int) -> None:
     done: list[int] = []
     chosen, objects = cudart.chosen, cudart.objects
     graph = SwitchGraph(
-        cudart.functions, stream, lambda: [cudart.queue(stream, lambda: done.append(1)) for _ in (1, 2)]
+        cudart.functions, stream, lambda: [cudart.queue(stream, lambda: done.append(1)) for _ in (1, 2)], switches
     )
     assert done == []
     for launches in (1, 2, 3):
         graph.launch()
         assert cudart.functions.cudaStreamSynchronize(ctypes.c_void_p(stream)) == 0
-        assert len(done) == 2 * launches
-    assert cudart.chosen == chosen + 3
+        assert len(done) == 2 * switches * launches
+    assert cudart.chosen == chosen + 3 * switches
     graph.close()
     assert cudart.objects == objects
 
