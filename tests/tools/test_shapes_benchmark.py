@@ -12,6 +12,7 @@ from tiny_engines import bundle_of
 
 from tide_export.model.source import load_model
 from tide_export.routers.random_routers import random_routers
+from tide_export.routers.router_set import RouterSet
 
 ECHO = """#!{python}
 import json, sys
@@ -70,13 +71,14 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("shape", ["qwen3_5", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("shape", ["llama", "qwen3_5", "qwen3_moe", "gpt_oss"])
 def test_a_model_of_each_shape_is_made(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shapes
 
     sizes = {name: TINY.get(name, value) for name, value in shapes.SHAPES[shape].items()}
     monkeypatch.setitem(shapes.SHAPES, shape, sizes)
-    monkeypatch.setattr(sys, "argv", ["shapes", str(tmp_path / "model"), "--make", shape])
+    checkpoints = ["--checkpoints", "1,3"] if shape == "llama" else []
+    monkeypatch.setattr(sys, "argv", ["shapes", str(tmp_path / "model"), "--make", shape, *checkpoints])
     dtype = torch.get_default_dtype()
     try:
         assert shapes.main() == 0
@@ -85,6 +87,9 @@ def test_a_model_of_each_shape_is_made(shape: str, tmp_path: Path, monkeypatch: 
     source = load_model(tmp_path / "model", packed=True)
     assert source.exact_in == ("bf16",)
     assert torch.isfinite(source.run(torch.tensor([[5, 7, 9]]), []).logits).all()
+    if checkpoints:
+        routers = RouterSet.load(tmp_path / "model" / "routers.safetensors")
+        assert routers.checkpoints == (1, 3)
     if shape == "gpt_oss":
         assert source.quantized is not None
         assert len(source.quantized.blocks) == 4 * 2 * 6

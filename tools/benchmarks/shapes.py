@@ -1,14 +1,16 @@
 """Measures a bundle of a known shape: decoding, beside llama.cpp's tool if given, and runs over several tokens.
 
-    python tools/benchmarks/shapes.py MODEL --make qwen3_5
+    python tools/benchmarks/shapes.py MODEL --make qwen3_5 [--checkpoints 7,14,21]
     tide-export export MODEL -o BUNDLE --weights int4
     python tools/benchmarks/shapes.py BUNDLE [--llama-bench FILE --gguf FILE] [--rounds 3] [--threads 2]
 
 `--make` writes a model of a shape that people download, with random weights; what it says means nothing. `qwen3_5`:
 the 0.8B, three of four layers with the gated delta rule. `qwen3_moe`: 4 of the 48 layers of the 30B-A3B. `gpt_oss`:
-4 of the 24 layers of the 20B, its experts in MXFP4. Each round decodes 48 tokens at full depth after 32, then times
-llama-bench (`-n 48`) on the same shape, then runs over 1, 2, 4, 8 and 16 tokens, each taken back, as drafts are
-verified. A run's time is that of the quicker quarter.
+4 of the 24 layers of the 20B, its experts in MXFP4. `llama`: all of Llama-3.2-3B, and `llama_group4` with 6 heads of
+K/V for 8, for `gpu_carry.py --shape`. `--checkpoints` adds MODEL/routers.safetensors, random routers.
+
+Each round decodes 48 tokens at full depth after 32, then times llama-bench (`-n 48`) on the same shape, then runs over
+1, 2, 4, 8 and 16 tokens, each taken back, as drafts are verified. A run's time is that of the quicker quarter.
 """
 
 import argparse
@@ -26,7 +28,14 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 PROMPT, TOKENS, PAST, RUNS, REPEATS = 32, 48, 128, (1, 2, 4, 8, 16), 12
+LLAMA: dict[str, Any] = {
+    **{"vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28},
+    **{"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    **{"max_position_embeddings": 4096, "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": 2},
+}
 SHAPES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama_group4": LLAMA | {"num_key_value_heads": 6},
     "qwen3_5": {
         **{"vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24},
         **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 4096},
@@ -46,7 +55,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"pad_token_id": 0},
     },
 }
-CLASSES = {"qwen3_5": "Qwen3_5TextConfig", "qwen3_moe": "Qwen3MoeConfig", "gpt_oss": "GptOssConfig"}
+CLASSES = {
+    "llama": "LlamaConfig",
+    "llama_group4": "LlamaConfig",
+    "qwen3_5": "Qwen3_5TextConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "gpt_oss": "GptOssConfig",
+}
 DEMO = Path(__file__).parents[2] / "demo" / "demo-llama"
 
 
@@ -54,6 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--make", choices=SHAPES, help="write a model of that shape there instead")
+    parser.add_argument("--checkpoints", metavar="N,N", help="of random routers beside it")
     parser.add_argument("--llama-bench", type=Path, metavar="FILE")
     parser.add_argument("--gguf", type=Path, metavar="FILE")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
@@ -62,6 +78,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.make:
         make_model(options.bundle, options.make)
+        if options.checkpoints:
+            add_routers(options.bundle, [int(layers) for layers in options.checkpoints.split(",")])
         return 0
     engine = load(options.bundle, provider="cpu", threads=options.threads)
     rates: dict[str, list[float]] = {"ours": [], "llama.cpp": []}
@@ -124,6 +142,19 @@ def make_model(folder: Path, shape: str) -> None:
     transformers.AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
     if shape == "gpt_oss":
         _with_mxfp4_experts(folder, SHAPES[shape])
+
+
+def add_routers(folder: Path, checkpoints: list[int]) -> None:
+    """Writes random routers of the sizes that calibration gives them."""
+    import torch
+
+    from tide_export.calibration.config import TideConfig
+    from tide_export.model.source import load_model
+    from tide_export.routers.random_routers import random_routers
+
+    torch.set_default_dtype(torch.float32)
+    sizes = TideConfig().router_bottleneck_dim, TideConfig().router_shortlist
+    random_routers(load_model(folder), checkpoints, range(5, 69), *sizes).save(folder / "routers.safetensors")
 
 
 def _with_mxfp4_experts(folder: Path, sizes: dict[str, Any]) -> None:

@@ -249,12 +249,12 @@ def _cuda_steps(name: str, bundle: Path, reference: Path, folder: Path, after: t
     """Networks for CUDA in ONNX Runtime: what `pip install` gives."""
     if bundle != reference and after != ("library",):
         after = (*after, "export-fp32")
-    compared, lacks = f"networks-{name}", (onnxruntime_on_gpu,)
+    compared, lacks, every_shape = f"networks-{name}", (onnxruntime_on_gpu,), (("TIDE_CUDA_GRAPHS", "8192"),)
     command = tool("checks/networks", bundle, "cuda", *_against(reference, folder, compared))
     decoding = cli("bench", bundle, "--provider", "cuda", "--json")
     shows = f"ONNX Runtime on CUDA, recorded and replayed: {EQUAL}"
     return [
-        Step(compared, shows, command, 20, after, lacks, call=1, spoiled_by=UNRECORDED),
+        Step(compared, shows, command, 20, after, lacks, every_shape, call=1, spoiled_by=UNRECORDED),
         Step(f"decode-{name}", "decode times", decoding, 180, (compared,)),
     ]
 
