@@ -44,8 +44,8 @@ double const kUnknown = std::numeric_limits<double>::quiet_NaN();
 class TimedSteps {
  public:
   explicit TimedSteps(Backend& backend) : manifest_(backend.manifest()), depth_(manifest_.checkpoints.size()) {
-    drafts_ = backend.start_drafts(1);
     batch_ = backend.start_batch(1, 1);
+    drafts_ = backend.start_drafts(1, *batch_);
     slot_ = batch_->join(std::vector<double>(depth_, kNeverExit), kNoLimit);
     Sequence& sequence = batch_->sequence(slot_);
     sequence.candidates = Sampler(GenerationConfig(), std::nullopt).candidates();

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from tide_export.bundle.model_info import ModelInfo
+
 CONFIDENCE_INTERVALS = 8
 RANGES = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*")
 
@@ -18,10 +20,11 @@ class DrafterInfo:
     tokens: str  # ids that it can propose, ascending: "0-3,7" (see `token_ranges`)
     acceptance: tuple[float, ...]  # share of its drafts that are accepted, by confidence
     max_tokens: int  # rows of a sequence, after which it begins anew
-    kv_shape: tuple[int, int]  # (kv_heads, head_dim) of its keys and values
+    kv_shape: tuple[int, int] | None  # (kv_heads, head_dim) of its keys and values; None: it reads the model's
     state_size: int  # width of the hidden states that it reads
     layers: tuple[int, ...]  # of the model, after which it reads hidden states; empty: the model's final state
     record: dict[str, Any] | None = None  # how it was trained (see `drafting.report`)
+    kv_layers: tuple[int, ...] | None = None  # of the model, whose K/V it reads; None: it has its own
 
     @property
     def token_count(self) -> int:
@@ -51,25 +54,29 @@ def ranges_of(text: str) -> list[tuple[int, int]]:
 
 def check_drafter(
     drafter: DrafterInfo,
-    weights_sha256: str,
-    vocab_size: int,
-    num_layers: int,
+    model: ModelInfo,
     require: Callable[[bool, str, str], None],
 ) -> None:
     """Checks the field against the model's fields, for `manifest._check`."""
     require(
-        drafter.weights_sha256 == weights_sha256,
+        drafter.weights_sha256 == model.weights_sha256,
         "drafter.weights_sha256",
         "is of another model than the bundle's: run tide-export draft again",
     )
     ranges = ranges_of(drafter.tokens)
-    known = bool(ranges) and ranges[-1][1] < vocab_size
+    known = bool(ranges) and ranges[-1][1] < model.vocab_size
     require(known, "drafter.tokens", 'must be ascending ranges of the model\'s token ids, such as "0-3,7"')
     shares = len(drafter.acceptance) == CONFIDENCE_INTERVALS and all(0 <= share <= 1 for share in drafter.acceptance)
     require(shares, "drafter.acceptance", f"must have {CONFIDENCE_INTERVALS} values in [0, 1]")
     require(drafter.max_tokens >= 2, "drafter.max_tokens", "must be 2 or more")
-    require(min(drafter.kv_shape) >= 1, "drafter.kv_shape", "holds a size below 1")
+    if drafter.kv_layers is None:
+        require(drafter.kv_shape is not None, "drafter.kv_shape", "is missing")
+        require(min(drafter.kv_shape or (1,)) >= 1, "drafter.kv_shape", "holds a size below 1")
+    else:
+        own = [layer for layer in model.kv_read(range(model.num_layers)) if layer in drafter.kv_layers]
+        rule = "must be ascending layers with keys and values of their own"
+        require(bool(own) and own == list(drafter.kv_layers), "drafter.kv_layers", rule)
     require(drafter.state_size >= 1, "drafter.state_size", "must be 1 or more")
     layers = drafter.layers
-    ascending = list(layers) == sorted(set(layers)) and all(1 <= layer <= num_layers for layer in layers)
-    require(ascending, "drafter.layers", f"must be ascending and lie in 1..{num_layers}")
+    ascending = list(layers) == sorted(set(layers)) and all(1 <= layer <= model.num_layers for layer in layers)
+    require(ascending, "drafter.layers", f"must be ascending and lie in 1..{model.num_layers}")

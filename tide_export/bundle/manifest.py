@@ -52,7 +52,7 @@ OMITTED = (
     *("model.kv_layers", "model.states", "model.lora", "model.loops"),
     *("networks.matrices", "engines.built", "auto.slots"),
     *("drafting.draft_costs", "drafting.verify_costs", "drafting.drafter_cost", "drafting.max_learned"),
-    *("networks.embedding", "engines.copied", "drafter.record"),
+    *("networks.embedding", "engines.copied", "drafter.record", "drafter.kv_shape", "drafter.kv_layers"),
 )
 
 
@@ -155,8 +155,9 @@ class Manifest:
 
     @property
     def has_drafter_network(self) -> bool:
-        """Whether a segment network computes the drafter: not if it reads hidden states within segments."""
-        return self.networks is not None and self.drafter is not None and not self.drafter.layers
+        """Whether a segment network computes the drafter: not if it reads hidden states or K/V within segments."""
+        reads = self.drafter is None or self.drafter.layers or self.drafter.kv_layers
+        return self.networks is not None and not reads
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
         """Returns (kv_heads, width) of a layer's K/V pages, [pages, kv_heads, tokens, width].
@@ -295,7 +296,7 @@ def _check(manifest: Manifest, source: str) -> None:
         f"must be there with the file {DRAFTER_FILE}, and not without it",
     )
     if manifest.drafter is not None:
-        check_drafter(manifest.drafter, model.weights_sha256, model.vocab_size, model.num_layers, require)
+        check_drafter(manifest.drafter, model, require)
     _check_networks(manifest, require)
     _check_quantization(manifest, require)
     for name, info in manifest.files.items():

@@ -175,6 +175,7 @@ def embedding(info: NetworksInfo) -> dict[str, Tensor]:
 
 
 def _drafter(drafter: DrafterInfo, dtype: str, others: Mapping[str, Tensor]) -> NetworkSpec:
+    assert drafter.kv_shape is not None
     heads, head_dim = drafter.kv_shape
     inputs = {
         segment_drafter.INPUT_IDS: Tensor("int64", (BATCH, TOKENS)),

@@ -9,7 +9,7 @@ changes are drafts, never tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -36,14 +36,15 @@ class DrafterPieces:
 
     Attributes:
         attend: embeddings [B, S, E], hidden [B, S, D], position_ids [B, S] -> one or more values [B, S, W]; it holds
-            one TideAttention, of layer 0.
+            one TideAttention, of layer 0, or several that read the model's K/V.
         propose: these values [B, m, W] -> logits [B, m, n], next hidden states [B, m, D].
-        kv_shape: (kv_heads, head_dim) of its keys and values.
+        kv_shape: (kv_heads, head_dim) of its keys and values, or of the first that it reads.
         tokens: ids that it can propose, ascending, int64 [n].
         acceptance: share of its drafts that are accepted by confidence, at CONFIDENCES' intervals.
         matrices: float32 [out, in], by the names that TideQuantizedMatMul nodes have.
         max_tokens: rows of a sequence that it is made for, at most.
         layers: of the model, after which it reads hidden states; none: it reads the model's final state.
+        shared_kv: layers of the model whose keys and values it reads, with their shapes; none: it has its own.
     """
 
     attend: ir.Graph
@@ -54,6 +55,7 @@ class DrafterPieces:
     matrices: Mapping[str, NDArray[np.float32]]
     max_tokens: int
     layers: tuple[int, ...] = ()
+    shared_kv: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def embedding_size(self) -> int:
@@ -65,7 +67,7 @@ class DrafterPieces:
 
 
 def compose_drafter(pieces: DrafterPieces) -> ir.Model:
-    """Composes the network with K/V in pages.
+    """Composes the network with K/V in pages, its own or the model's.
 
     Its first input is EMBEDDINGS; `names.paged_drafter` has its other tensors.
     """
@@ -79,7 +81,8 @@ def compose_drafter(pieces: DrafterPieces) -> ir.Model:
         typed_value(paged_drafter.SEQUENCE_LENGTHS, INT64, ["sequences"]),
         typed_value(paged_drafter.SEQUENCE_STARTS, INT64, ["starts"]),
     ]
-    pages = page_inputs([0], [pieces.kv_shape])
+    kv_shapes = pieces.shared_kv or {0: pieces.kv_shape}
+    pages = page_inputs(kv_shapes, kv_shapes)
     attended = builder.inline(pieces.attend, [embeddings, hidden, positions], 1, ROWS)
     written = page_outputs(attend_from_cache(builder.nodes, pages, places))
     chosen = [

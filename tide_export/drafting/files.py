@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from tide_export.bundle.drafter_field import DrafterInfo, token_ranges
 from tide_export.bundle.file_names import GRAPH_FILE, network_file
-from tide_export.bundle.manifest import INT8_MATMULS, Manifest, Quantization
+from tide_export.bundle.manifest import FLOAT32_KV, INT8_MATMULS, Manifest, Quantization
 from tide_export.compose.drafter_networks import EMBEDDINGS, DrafterPieces, compose_drafter
 from tide_export.errors import DraftError
 from tide_export.graph.rewriting import FLOAT, HALF, replace_value, required
@@ -40,17 +40,18 @@ def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None
         token_ranges(pieces.tokens.tolist()),
         pieces.acceptance,
         pieces.max_tokens,
-        pieces.kv_shape,
+        None if pieces.shared_kv else pieces.kv_shape,
         pieces.hidden_size,
         pieces.layers,
         record,
+        tuple(pieces.shared_kv) or None,
     )
 
 
-def save_drafter(folder: Path, pieces: DrafterPieces, file: Path) -> None:
-    """Writes the network for ONNX Runtime to `file`, for the bundle in `folder`."""
+def save_drafter(folder: Path, pieces: DrafterPieces, file: Path, kv_cache: str = FLOAT32_KV) -> None:
+    """Writes the network for ONNX Runtime to `file`, for the bundle in `folder`, whose pages are of type `kv_cache`."""
     model = compose_drafter(pieces)
-    lower_for_onnxruntime(model, quantized(pieces))
+    lower_for_onnxruntime(model, quantized(pieces), kv_cache=kv_cache if pieces.shared_kv else FLOAT32_KV)
     put_before(model, embedding_of(folder / GRAPH_FILE, FLOAT))
     ir.save(model, file)
 

@@ -14,7 +14,9 @@ from tide_export.compose import step_graph
 from tide_export.compose.cut import Pieces
 from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
+from tide_export.drafting.heads.assistant import ASSISTANTS, read_assistant
 from tide_export.drafting.heads.eagle3 import read_eagle3
+from tide_export.drafting.heads.files import head_config, head_folder
 from tide_export.drafting.heads.head import DraftHead
 from tide_export.drafting.heads.mtp import mtp_weights, read_mtp
 from tide_export.drafting.heads.pieces import fuse_of, head_pieces
@@ -66,10 +68,15 @@ def given_head(source: SourceModel, request: ExportRequest, length: int) -> Give
 def _given(source: SourceModel, request: ExportRequest, length: int) -> GivenHead:
     own = request.draft_head is None or request.reads_own_head
     with stage("reading the draft head"):
-        head = read_mtp(source) if own else read_eagle3(request.draft_head or "", source)
+        head = read_mtp(source) if own else _published(request.draft_head or "", source)
         if request.half is not None and head.fc is not None:
             head = replace(head, fc=head.fc.to(HALF[request.half]).float())
-        return GivenHead(head, head_pieces(head, rows_for(length)))
+        return GivenHead(head, head_pieces(head, length if head.kv_layers else rows_for(length)))
+
+
+def _published(name: str, source: SourceModel) -> DraftHead:
+    model_type = head_config(head_folder(name), name).get("model_type")
+    return read_assistant(name, source) if model_type in ASSISTANTS else read_eagle3(name, source)
 
 
 def compose(
@@ -95,7 +102,7 @@ def write_drafter(folder: Path, manifest: Manifest, given: GivenHead) -> Manifes
         return manifest
     record = {"layout": given.head.kind, "head": given.head.name}
     manifest = replace(manifest, drafter=drafter_info(given.pieces, manifest.model.weights_sha256, record))
-    save_drafter(folder, given.pieces, folder / DRAFTER_FILE)
+    save_drafter(folder, given.pieces, folder / DRAFTER_FILE, manifest.kv_dtype)
     if manifest.has_drafter_network:
         save_drafter_segment(folder, given.pieces, manifest, folder / network_file(DRAFTER))
     return manifest

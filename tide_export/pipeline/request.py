@@ -61,7 +61,7 @@ class ExportRequest(Options):
         max_length: maximum sequence length in tokens; None: the model's context.
         lora_rank: maximum rank of the low-rank adapters that a runtime may load for the linear layers of the decoder
             layers; 0: no adapters.
-        draft_head: a published EAGLE-3 head, folder or hub id; the model itself, for the MTP layer in its checkpoint;
+        draft_head: a published EAGLE-3 head or Gemma 4 assistant, folder or hub id; the model itself, for the MTP layer in its checkpoint;
             or "none". None: for ONNX Runtime alone, that MTP layer if there is one and drafts by it are measured to
             pay here.
         batch_size: maximum sequences per step of segment networks; None: `bundle.profiles.BATCH_SIZE`.
@@ -200,8 +200,8 @@ class ExportRequest(Options):
     def _check_draft_head(self) -> None:
         if self.draft_head not in (None, NONE) and self.network_target is not None and not self.reads_own_head:
             raise ConfigError(
-                f"an EAGLE-3 head as draft_head is for target onnxruntime alone: it reads hidden states that the "
-                f"segment networks of {self.network_target} do not give"
+                f"a published head as draft_head is for target onnxruntime alone: it reads hidden states or K/V that "
+                f"the segment networks of {self.network_target} do not give; use draft"
             )
 
     def _check_targets(self) -> None:

@@ -77,7 +77,8 @@ struct DrafterInfo {
   std::string tokens;                   // ids that it can propose, ascending: "0-3,7"
   std::vector<double> acceptance;       // share of its drafts that are accepted, by confidence
   std::int64_t max_tokens = 0;          // rows of a sequence, after which its K/V start again
-  ModelInfo::KvShape kv_shape{};        // of its keys and values
+  ModelInfo::KvShape kv_shape{};        // of its own keys and values
+  std::vector<std::int64_t> kv_layers;  // of the model, whose K/V it reads; empty: it has its own
   std::int64_t state_size = 0;          // width of the hidden states that it reads
   std::vector<std::int64_t> layers;     // layers after which it reads hidden states; empty: the final hidden state
 };
@@ -168,7 +169,7 @@ struct Manifest {
   std::map<std::string, FileInfo> files;  // by path relative to the bundle, "/" between folders
 
   // Whether the drafter is a segment network too: not if it reads hidden states within segments.
-  bool has_drafter_network() const { return networks && drafter && drafter->layers.empty(); }
+  bool has_drafter_network() const { return networks && drafter && drafter->layers.empty() && drafter->kv_layers.empty(); }
   bool int8_kv() const { return kv_cache == "int8"; }
 
   // Shape of a K/V buffer of a layer for this many tokens, [1, kv_heads, tokens, head_dim]; in int8 each row ends with

@@ -1,5 +1,7 @@
 #include "bundle/drafter_fields.h"
 
+#include <algorithm>
+
 #include "bundle/mode_fields.h"
 
 namespace tide {
@@ -9,20 +11,27 @@ constexpr std::size_t kIntervals = 8, kMaxDigits = 9;
 
 }  // namespace
 
-std::optional<DrafterInfo> drafter_of(Field const& manifest, std::int64_t vocab_size) {
+std::optional<DrafterInfo> drafter_of(Field const& manifest, ModelInfo const& model) {
   auto const found = manifest.find("drafter");
   if (!found) return std::nullopt;
   Field const& field = *found;
   DrafterInfo drafter;
   drafter.tokens = field["tokens"].text();
   auto const ranges = ranges_of(drafter.tokens);
-  field["tokens"].require(!ranges.empty() && ranges.back().second < vocab_size,
+  field["tokens"].require(!ranges.empty() && ranges.back().second < model.vocab_size,
                           "must be ascending ranges of the model's token ids, such as \"0-3,7\"");
   drafter.acceptance = shares_of(field["acceptance"], kIntervals);
   drafter.max_tokens = field["max_tokens"].whole(2);
-  auto const [heads, head_dim] = field["kv_shape"].two_wholes();
-  field["kv_shape"].require(heads >= 1 && head_dim >= 1, "holds a size below 1");
-  drafter.kv_shape = {heads, head_dim};
+  if (auto const shared = field.find("kv_layers")) {
+    drafter.kv_layers = shared->wholes(0);
+    std::vector<std::size_t> const own = model.kv_read(0, model.kv_shapes.size());
+    bool const known = std::includes(own.begin(), own.end(), drafter.kv_layers.begin(), drafter.kv_layers.end());
+    shared->require(known && !drafter.kv_layers.empty(), "must be ascending layers with keys and values of their own");
+  } else {
+    auto const [heads, head_dim] = field["kv_shape"].two_wholes();
+    field["kv_shape"].require(heads >= 1 && head_dim >= 1, "holds a size below 1");
+    drafter.kv_shape = {heads, head_dim};
+  }
   drafter.state_size = field["state_size"].whole(1);
   drafter.layers = field["layers"].wholes();
   return drafter;

@@ -100,7 +100,7 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   manifest.drafting = drafting_of(field, points);
   manifest.auto_mode = auto_mode_of(field, points);
   manifest.files = files_of(field["files"]);
-  manifest.drafter = drafter_of(field, manifest.model.vocab_size);
+  manifest.drafter = drafter_of(field, manifest.model);
   bool const listed = !manifest.drafter || manifest.files.count(kDrafterFile) == 1;
   field["files"].require(listed, std::string("does not list ") + kDrafterFile);
   manifest.networks = networks_of(field, manifest.files);

@@ -12,6 +12,7 @@ DraftsInfo drafts_info(DrafterInfo const& drafter) {
   info.acceptance = drafter.acceptance;
   info.max_rows = drafter.max_tokens;
   info.width = static_cast<std::size_t>(drafter.state_size);
+  info.catches_up = drafter.kv_layers.empty();
   return info;
 }
 

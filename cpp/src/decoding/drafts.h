@@ -15,6 +15,7 @@ struct DraftsInfo {
   std::vector<double> acceptance;    // share of its drafts that was accepted in training, by confidence
   std::int64_t max_rows = 0;         // of a sequence
   std::size_t width = 0;             // of a token's hidden states
+  bool catches_up = true;            // runs over all tokens; false: over the last one, with the model's K/V
 };
 
 DraftsInfo drafts_info(DrafterInfo const& drafter);

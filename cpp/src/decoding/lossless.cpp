@@ -248,7 +248,7 @@ class LosslessDecoder final : public Decoder {
     waiting_.ids.insert(waiting_.ids.end(), next.end() - static_cast<std::ptrdiff_t>(rows), next.end());
     waiting_.hidden.insert(waiting_.hidden.end(), hidden_.begin(), end);
     hidden_.clear();
-    std::size_t const most = static_cast<std::size_t>(drafter_->max_rows) / 2;
+    std::size_t const most = drafter_->catches_up ? static_cast<std::size_t>(drafter_->max_rows) / 2 : 1;
     if (waiting_.ids.size() <= most) return;
     waiting_.before = 0;  // the drafter begins anew with the last of them
     auto const gone = static_cast<std::ptrdiff_t>(waiting_.ids.size() - most);

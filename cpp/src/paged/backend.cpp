@@ -16,13 +16,13 @@ PagedBackend::PagedBackend(Bundle opened, std::optional<std::int64_t> threads, A
       networks_(bundle(), threads, replacements),
       threads_(threads) {}
 
-std::unique_ptr<Drafts> PagedBackend::start_drafts(std::size_t slots) {
+std::unique_ptr<Drafts> PagedBackend::start_drafts(std::size_t slots, Batch& batch) {
   if (!manifest().drafter) return nullptr;
   bundle().check_weights();
   return or_generation_error("cannot start the drafter", [&] {
     std::lock_guard<std::mutex> const lock(mutex_);
     if (!drafter_) drafter_ = std::make_unique<DrafterNetwork>(bundle(), threads_);
-    return std::make_unique<PagedDrafts>(*drafter_, slots);
+    return std::make_unique<PagedDrafts>(*drafter_, slots, static_cast<PagedBatch&>(batch));
   });
 }
 

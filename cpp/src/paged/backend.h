@@ -22,7 +22,7 @@ class PagedBackend final : public Backend {
 
   std::int64_t adapter(std::string const& name) const override { return adapters_.row(name); }
 
-  std::unique_ptr<Drafts> start_drafts(std::size_t slots) override;
+  std::unique_ptr<Drafts> start_drafts(std::size_t slots, Batch& batch) override;
 
   std::size_t max_batch_size() const override { return networks_.max_sequences(); }
   std::unique_ptr<Batch> start_batch(double compaction_threshold, std::size_t slots) override;

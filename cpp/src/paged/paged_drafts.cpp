@@ -11,10 +11,16 @@ namespace tide {
 DrafterNetwork::DrafterNetwork(Bundle const& bundle, std::optional<std::int64_t> threads)
     : session_(load_network(env_, bundle, kDrafterFile, threads)), info_(drafts_info(*bundle.manifest.drafter)) {
   DrafterInfo const& drafter = *bundle.manifest.drafter;
-  manifest_.model.num_layers = 1;
-  manifest_.model.context_length = info_.max_rows;
-  manifest_.model.kv_shapes = {drafter.kv_shape};
-  manifest_.model.kv_layers = {0};
+  if (info_.catches_up) {
+    manifest_.model.num_layers = 1;
+    manifest_.model.context_length = info_.max_rows;
+    manifest_.model.kv_shapes = {drafter.kv_shape};
+    manifest_.model.kv_layers = {0};
+  } else {
+    manifest_ = bundle.manifest;
+    read_.assign(drafter.kv_layers.begin(), drafter.kv_layers.end());
+    written_.clear();
+  }
   std::int64_t const width = drafter.state_size;
   NetworkSpec spec{kDrafterFile,
                    {{names::kInputIds, true, "int64", {1, kTokens}},
@@ -24,15 +30,17 @@ DrafterNetwork::DrafterNetwork(Bundle const& bundle, std::optional<std::int64_t>
                     {names::kSequenceStarts, true, "int64", {kTokens}},
                     {names::kLogits, false, "float32", {kTokens, static_cast<std::int64_t>(info_.tokens.size())}},
                     {names::kNewHiddenStates, false, "float32", {kTokens, width}}}};
-  add_pages(spec, manifest_, {0}, {0});
+  add_pages(spec, manifest_, read_, written_);
   spec.check(tensors_of(session_), bundle.file(kDrafterFile).path().string());
-  pool_.emplace(manifest_);
+  if (info_.catches_up) pool_.emplace(manifest_);
 }
 
-PagedDrafts::PagedDrafts(DrafterNetwork& network, std::size_t slots)
+PagedDrafts::PagedDrafts(DrafterNetwork& network, std::size_t slots, PagedBatch& batch)
     : network_(network),
+      batch_(batch),
       binding_(network.session_),
-      inputs_(binding_, network.manifest_, *network.pool_, {0}, {0}, {}, nullptr),
+      inputs_(binding_, network.manifest_, network.pool_ ? *network.pool_ : batch.pool(), network.read_, network.written_,
+              {}, nullptr),
       sequences_(slots) {}
 
 std::vector<DraftResult> PagedDrafts::run(std::vector<SlotDraft> const& drafts) {
@@ -41,6 +49,14 @@ std::vector<DraftResult> PagedDrafts::run(std::vector<SlotDraft> const& drafts) 
   hidden_.clear();
   for (SlotDraft const& draft : drafts) {
     DraftRows const& added = draft.rows;
+    if (!network_.pool_) {  // all that the last row needs are the model's K/V of the tokens before it
+      PagedSequence const& sequence = batch_.sequence(draft.slot);
+      inputs_.add(sequence, 1, sequence.lengths.back(), 1);
+      ids_.push_back(added.ids.back());
+      hidden_.insert(hidden_.end(), added.hidden.end() - static_cast<std::ptrdiff_t>(network_.info_.width),
+                     added.hidden.end());
+      continue;
+    }
     std::unique_ptr<PagedSequence>& sequence = sequences_[draft.slot];
     if (!sequence) sequence = std::make_unique<PagedSequence>(network_.manifest_, *network_.pool_, ExitRule{});
     if (sequence->length() > added.before) sequence->rewind(added.before);
@@ -66,7 +82,9 @@ std::vector<DraftResult> PagedDrafts::run(std::vector<SlotDraft> const& drafts) 
   std::vector<DraftResult> results;
   for (std::size_t i = 0; i < count; ++i) {
     DraftRows const& added = drafts[i].rows;
-    sequences_[drafts[i].slot]->lengths[0] = added.before + static_cast<std::int64_t>(added.ids.size());
+    if (network_.pool_) {
+      sequences_[drafts[i].slot]->lengths[0] = added.before + static_cast<std::int64_t>(added.ids.size());
+    }
     results.push_back({logits_.data() + i * tokens, next_hidden_.data() + i * width});
   }
   return results;

@@ -1,5 +1,5 @@
 // Runs a bundle's drafter, a small network that proposes the next token from the last token and the final hidden state before
-// it (formula: tide_export/routers/drafter_weights.py). Its K/V are in separate pages.
+// it (formula: tide_export/routers/drafter_weights.py). Its K/V are in separate pages; or it has none, and reads the model's.
 #pragma once
 
 #include <memory>
@@ -9,12 +9,13 @@
 
 #include "decoding/drafts.h"
 #include "onnxruntime/session.h"
+#include "paged/batch.h"
 #include "paged/pool.h"
 #include "paged/run.h"
 
 namespace tide {
 
-// The network and the pool of its K/V. May be used by several threads at once.
+// The network and the pool of its own K/V, if any. May be used by several threads at once.
 class DrafterNetwork {
  public:
   // Throws BundleError: it does not load, or is not one for the bundle's model. GenerationError: no memory can be reserved.
@@ -28,15 +29,17 @@ class DrafterNetwork {
   ReturnsFreeMemory returns_free_memory_;
   Ort::Env env_{"tide"};
   NetworkSession session_;
-  Manifest manifest_;  // of its one layer, for its sequences and pages
+  Manifest manifest_;  // of its one layer, for its sequences and pages; or the model's
+  std::vector<std::size_t> read_ = {0}, written_ = {0};  // layers whose pages it reads and writes
   DraftsInfo info_;
-  std::optional<PagePool> pool_;
+  std::optional<PagePool> pool_;  // none: it reads the model's
 };
 
 // The drafter's sequences of one stream or batch, and its bindings for them.
 class PagedDrafts final : public Drafts {
  public:
-  PagedDrafts(DrafterNetwork& network, std::size_t slots);
+  // `batch` must be there while it runs: its sequences are in the same slots.
+  PagedDrafts(DrafterNetwork& network, std::size_t slots, PagedBatch& batch);
 
   DraftsInfo const& info() const override { return network_.info(); }
   std::vector<DraftResult> run(std::vector<SlotDraft> const& drafts) override;
@@ -44,6 +47,7 @@ class PagedDrafts final : public Drafts {
 
  private:
   DrafterNetwork& network_;
+  PagedBatch& batch_;
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;

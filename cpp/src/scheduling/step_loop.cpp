@@ -243,7 +243,7 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
     slots_[*slot] = job;
     batch_->sequence(*slot).adapter = job->request().adapter;
     batch_->sequence(*slot).cache_root = job->request().cache_root;
-    if (job->request().drafts && drafts_ == nullptr) drafts_ = backend_->start_drafts(slots_.size());
+    if (job->request().drafts && drafts_ == nullptr) drafts_ = backend_->start_drafts(slots_.size(), *batch_);
     job->begin(batch_->sequence(*slot), audit_, drafts_ == nullptr ? nullptr : &drafts_->info(), shared_);
   } catch (...) {
     if (slot && !is_stream_) return fail(*slot, std::current_exception());

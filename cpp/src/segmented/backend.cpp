@@ -41,7 +41,7 @@ SegmentBackend::SegmentBackend(Bundle bundle, std::string provider, std::vector<
                     std::to_string(manifest().drafter->state_size) + " that the drafter reads: export it again");
 }
 
-std::unique_ptr<Drafts> SegmentBackend::start_drafts(std::size_t slots) {
+std::unique_ptr<Drafts> SegmentBackend::start_drafts(std::size_t slots, Batch&) {
   if (!drafter_spec_) return nullptr;
   return or_generation_error("cannot start the drafter", [&] {
     std::size_t const count = std::min(slots, max_batch_size());

@@ -23,7 +23,7 @@ class SegmentBackend final : public Backend {
   // open_device: returns a new device with the networks on it, which keep alive what they need.
   SegmentBackend(Bundle bundle, std::string provider, std::vector<NetworkSpec> specs, OpenDevice open_device);
 
-  std::unique_ptr<Drafts> start_drafts(std::size_t slots) override;
+  std::unique_ptr<Drafts> start_drafts(std::size_t slots, Batch& batch) override;
 
   std::size_t max_batch_size() const override;
 

@@ -15,14 +15,10 @@ input_norm). Logits are of a vocabulary of its own; `d2t` has each
 token's id in the model's less its own.
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
@@ -35,12 +31,11 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from tide_export.common.progress import quiet_transformers
+from tide_export.drafting.heads.files import head_config, head_folder, head_weights
 from tide_export.drafting.heads.head import DraftHead, check_embedding
-from tide_export.errors import DraftError, UnsupportedModelError, first_line
-from tide_export.model.quantized_files import ADVICE, dequantized
+from tide_export.errors import DraftError, first_line
 from tide_export.model.source import SourceModel
 
-FILES = ("config.json", "*.safetensors", "*.bin")
 SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
@@ -93,10 +88,11 @@ def read_eagle3(name: str, source: SourceModel) -> DraftHead:
     Raises:
         DraftError: it cannot be read, has another layout, or belongs to another model.
     """
-    folder = _folder(name)
-    config = _config(folder, name)
+    folder = head_folder(name)
+    config = head_config(folder, name)
     _check_config(config, name, source)
-    weights = _weights(folder, name, config.get("quantization_config"))
+    stored = head_weights(folder, name, config.get("quantization_config"))
+    weights = {key.replace(SPECULATORS_LAYER, LAYER, 1): value for key, value in stored.items()}
     check_embedding(weights.pop("embed_tokens.weight", None), f"draft head {name!r}", source)
     offsets, fc = weights.pop("d2t", None), weights.pop("fc.weight", None)
     norm = weights.pop("input_norm.weight", None)
@@ -120,46 +116,6 @@ def read_eagle3(name: str, source: SourceModel) -> DraftHead:
         raise DraftError(f"draft head {name!r}: weight fc.weight holds NaN or infinity")
     layers = _layers(config, name, source)
     return DraftHead("EAGLE-3", name, step, step, tokens.numpy(), layers=layers, fc=fc, fc_epsilon=epsilon)
-
-
-def _folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES)))
-    except Exception as error:  # the hub's client raises many kinds
-        raise DraftError(
-            f"no draft head {name!r}: no such folder, and the hub does not have it or cannot be reached "
-            f"({first_line(error)})"
-        ) from error
-
-
-def _config(folder: Path, name: str) -> dict[str, Any]:
-    """The fields of config.json, those of the layer beside the others."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        return config | dict(config.get("transformer_layer_config") or {})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DraftError(f"the config.json of draft head {name!r} cannot be read: {first_line(error)}") from error
-
-
-def _weights(folder: Path, name: str, quantization: Any) -> dict[str, torch.Tensor]:
-    """All weights, dequantized, by their names in EAGLE's layout."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    weights: dict[str, torch.Tensor] = {}
-    try:
-        for file in files:
-            plain = file.suffix == ".bin"
-            weights |= torch.load(file, map_location="cpu", weights_only=True) if plain else load_file(file)
-        weights = dequantized(weights, quantization, f"draft head {name!r}")
-        named = {key.replace(SPECULATORS_LAYER, LAYER, 1): value for key, value in weights.items()}
-    except UnsupportedModelError as error:
-        raise DraftError(str(error).replace(ADVICE, "give it as it was before")) from error
-    except Exception as error:  # torch and safetensors raise many kinds
-        raise DraftError(f"the weights of draft head {name!r} cannot be read: {first_line(error)}") from error
-    if not named:
-        raise DraftError(f"draft head {name!r} has no weights: neither *.safetensors nor *.bin")
-    return named
 
 
 def _check_config(config: Mapping[str, Any], name: str, source: SourceModel) -> None:

@@ -1,6 +1,8 @@
 """A draft head as PyTorch code, whatever its layout, and how `export` gets one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +20,21 @@ EMBEDDING_ERROR = 1e-2  # relative, of an embedding in 16 bits that is the model
 
 @dataclass(frozen=True, eq=False)
 class DraftHead:
-    """One decoder layer and an output head.
+    """One decoder layer, or several without K/V, and an output head.
 
     Attributes:
-        kind: "EAGLE-3" or "MTP".
+        kind: "EAGLE-3", "MTP" or "Gemma 4 assistant".
         name: the folder or hub id that it was read from.
         step: embeddings of tokens [B, S, E], hidden states before them [B, S, D], their position_ids [B, S] -> logits
             [B, S, n], hidden states [B, S, D] for further drafts.
         model: which `step` runs, with attention and experts that can be replaced.
         tokens: the ids of the logits, ascending, int64 [n].
-        mask: what its attention sees.
+        masks: what the attention of each of its layers sees.
         layers: of the model, after which it reads hidden states, as they are concatenated; none: it reads what the
             model's head reads.
         fc: float32 [D, len(layers) * D], makes one of these; None where there are no `layers`.
         fc_epsilon: of the root mean square that `fc` of the hidden states is divided by; None: it is not.
+        kv_layers: of the model, whose keys and values each of its layers reads; none: it has its own.
     """
 
     kind: str
@@ -39,10 +42,40 @@ class DraftHead:
     step: nn.Module
     model: PreTrainedModel
     tokens: NDArray[np.int64]
-    mask: Mask = CAUSAL
+    masks: tuple[Mask, ...] = (CAUSAL,)
     layers: tuple[int, ...] = ()
     fc: torch.Tensor | None = None
     fc_epsilon: float | None = None
+    kv_layers: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """D and E, the widths of hidden states and embeddings."""
+        config = self.model.config
+        return int(getattr(config, "backbone_hidden_size", None) or config.hidden_size)
+
+
+def check_loaded(module: nn.Module, info: Mapping[str, Any], what: str, shared: tuple[str, ...] = ()) -> None:
+    """Checks that every weight of `module` was read, with its shape and without NaN.
+
+    Args:
+        info: what transformers says of the loading.
+        shared: how names of weights begin that are the model's.
+
+    Raises:
+        DraftError: one was not; the message begins with `what`.
+    """
+    missing = (key for key in sorted(info["missing_keys"]) if not key.startswith(shared))
+    problems = [f"it has no usable weight for {key}" for key in missing]
+    problems += [f"weight {key} is {list(found)}, not {list(size)}" for key, found, size in info["mismatched_keys"]]
+    problems += [f"nothing is known of its weight {key}" for key in sorted(info["unexpected_keys"])]
+    problems = problems or [
+        f"weight {key} holds NaN or infinity"
+        for key, value in module.named_parameters()
+        if not bool(torch.isfinite(value).all())
+    ]
+    for problem in problems:
+        raise DraftError(f"{what} cannot be read: {problem}: download it again")
 
 
 def check_embedding(table: torch.Tensor | None, what: str, source: SourceModel) -> None:

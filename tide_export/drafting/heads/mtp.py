@@ -30,7 +30,7 @@ from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_check
 from transformers.utils.generic import ContextManagers
 
 from tide_export.common.progress import quiet_transformers
-from tide_export.drafting.heads.head import CAUSAL, DraftHead, check_embedding
+from tide_export.drafting.heads.head import CAUSAL, DraftHead, check_embedding, check_loaded
 from tide_export.errors import DraftError, TideError, first_line
 from tide_export.model.paths import is_gguf
 from tide_export.model.quantized_files import dequantized
@@ -111,14 +111,14 @@ def read_mtp(source: SourceModel) -> DraftHead:
     except Exception as error:  # transformers raises many kinds
         reason = str(error) if isinstance(error, TideError) else first_line(error)
         raise DraftError(f"the MTP layer of model {name!r} cannot be read: {reason}") from error
-    _check(model, info, name)
+    check_loaded(model.layers, vars(info), f"the MTP layer of model {name!r}", ("embed_tokens.", "shared_head."))
     if any(parameter.is_meta for parameter in model.shared_head.parameters()):
         model.shared_head = _head(source)
     model.embed_tokens = nn.Identity()  # its embeddings are given
     if model.config.hidden_size != source.normalized_size:
         raise DraftError(f"the MTP layer of model {name!r} reads other states than its head")
     step = MtpStep(model.eval().requires_grad_(False))
-    return DraftHead("MTP", name, step, model, np.arange(source.vocab_size), _mask(model, name))
+    return DraftHead("MTP", name, step, model, np.arange(source.vocab_size), (_mask(model, name),))
 
 
 def _tensors(files: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -151,21 +151,6 @@ def _empty(source: SourceModel, weights: dict[str, torch.Tensor]) -> MtpModel:
             return MtpModel(model, 1)
     finally:
         model.config = before
-
-
-def _check(model: MtpModel, info: Any, name: str) -> None:
-    """Checks that every weight of the layer was read, with its shape and without NaN."""
-    shared = ("embed_tokens.", "shared_head.")
-    problems = [f"it has no usable weight for {key}" for key in sorted(info.missing_keys) if not key.startswith(shared)]
-    problems += [f"weight {key} is {list(found)}, not {list(size)}" for key, found, size in info.mismatched_keys]
-    problems += [f"nothing is known of its weight {key}" for key in sorted(info.unexpected_keys)]
-    problems = problems or [
-        f"weight {key} holds NaN or infinity"
-        for key, value in model.layers.named_parameters()
-        if not bool(torch.isfinite(value).all())
-    ]
-    for problem in problems:
-        raise DraftError(f"the MTP layer of model {name!r} cannot be read: {problem}")
 
 
 def _head(source: SourceModel) -> nn.Linear:

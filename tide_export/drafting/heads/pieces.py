@@ -15,6 +15,7 @@ from tide_export.compose.cut import is_attention
 from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
+from tide_export.compose.passes.shared_keys import KV_LAYER
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
 from tide_export.drafting.files import QUANTIZATION
 from tide_export.drafting.heads.head import DraftHead
@@ -103,33 +104,40 @@ def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
         tensor = required(value.const_value)
         value.const_value = ir.tensor(np.array(tensor.numpy()), name=value.name)
     attention = [node for node in graph if is_attention(node)]
-    if len(attention) != 1:
+    if len(attention) != len(head.masks):
         raise DraftError(f"draft head {head.name!r} ({head.kind}) attends {len(attention)} times, not once a layer")
-    kv_shape = tuple(attention[0].attributes[name].as_int() for name in ("kv_num_heads", "head_dim"))
-    attend, propose = _split(graph, attention[0])
+    kv_shape, *_ = shapes = [
+        (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int()) for node in attention
+    ]
+    for node, layer in zip(attention, head.kv_layers, strict=False):
+        node.attributes[KV_LAYER] = ir.AttrInt64(KV_LAYER, layer)
+        for index in (1, 2):
+            node.replace_input_with(index, None)
+    common_passes.RemoveUnusedNodesPass()(model)
+    attend, propose = _split(graph, attention[-1])
     if static_dim(propose.outputs[0], -1) != len(head.tokens):
         raise DraftError(f"draft head {head.name!r} ({head.kind}) gives logits of other tokens than the model has")
     return DrafterPieces(
         attend,
         propose,
-        (kv_shape[0], kv_shape[1]),
+        kv_shape,
         head.tokens,
         ACCEPTANCE,
         {name: matrices[name].read() for name in _used(graph)},
         max_tokens,
         tuple(sorted(set(head.layers))),
+        dict(sorted(zip(head.kv_layers, shapes, strict=False))),
     )
 
 
 def _trace(head: DraftHead, matrices: dict[str, Matrix]) -> ir.Model:
     sizes: Any = {name: _Size(*_shape(matrix)) for name, matrix in matrices.items()}
-    width = head.model.config.hidden_size
     inputs = {
-        "embeddings": torch.zeros(2, 3, width),
-        "states": torch.zeros(2, 3, width),
+        "embeddings": torch.zeros(2, 3, head.width),
+        "states": torch.zeros(2, 3, head.width),
         "position_ids": torch.arange(3).expand(2, 3).contiguous(),
     }
-    with symbolic_operators(head.model, (head.mask,), QuantizedWeights(None, sizes)):
+    with symbolic_operators(head.model, head.masks, QuantizedWeights(None, sizes)):
         return export_graph(head.step, inputs, ("logits", "next_states"), head.model, head.name)
 
 
@@ -167,7 +175,7 @@ def _used(graph: ir.Graph) -> list[str]:
 
 
 def _split(graph: ir.Graph, attention: ir.Node) -> tuple[ir.Graph, ir.Graph]:
-    """Cuts the graph after attention: what runs for every row, and what for rows that draft."""
+    """Cuts the graph after the last attention: what runs for every row, and what for rows that draft."""
     attended = attention.outputs[0]
     while rank(attended) != 3:
         (reader,) = {use.node for use in attended.uses()}
