@@ -43,10 +43,14 @@ def manifests() -> list[dict[str, Any]]:
             plain,
             networks=networks,
             engines=replace(engines, built={**built, DRAFTER: BuiltPlan(9, 8, 7, 1, 1)}),
-            drafter=DrafterInfo(plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, (2, 8), 32, (), {"minutes": 3}),
+            drafter=DrafterInfo(plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, 32, (), (2, 8), {"minutes": 3}),
         ),
         replace(plain, model=replace(plain.model, kv_shapes=((0, 0), *plain.model.kv_shapes[1:]), states=STATES)),
         replace(plain, model=replace(plain.model, lora=LORA)),
+        replace(
+            plain,
+            drafter=DrafterInfo(plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, 32, (), kv_layers=(0, 1)),
+        ),
     ]
     drafts = [DRAFTER_FILE, network_file(DRAFTER), plan_file(DRAFTER)]
 

@@ -59,7 +59,7 @@ def write_bundle(folder: Path, recurrent: bool) -> None:
         calibration=None,
         versions={},
         created="",
-        drafter=DrafterInfo("0" * 64, f"0-{DRAFTED - 1}", (0.7,) * 8, 64, (1, 1), WIDTH, ()),
+        drafter=DrafterInfo("0" * 64, f"0-{DRAFTED - 1}", (0.7,) * 8, 64, WIDTH, (), (1, 1)),
     )
     write_manifest(folder, manifest)
 

@@ -20,11 +20,11 @@ class DrafterInfo:
     tokens: str  # ids that it can propose, ascending: "0-3,7" (see `token_ranges`)
     acceptance: tuple[float, ...]  # share of its drafts that are accepted, by confidence
     max_tokens: int  # rows of a sequence, after which it begins anew
-    kv_shape: tuple[int, int] | None  # (kv_heads, head_dim) of its keys and values; None: it reads the model's
     state_size: int  # width of the hidden states that it reads
     layers: tuple[int, ...]  # of the model, after which it reads hidden states; empty: the model's final state
+    kv_shape: tuple[int, int] | None = None  # (kv_heads, head_dim) of its keys and values; None: it has none
     record: dict[str, Any] | None = None  # how it was trained (see `drafting.report`)
-    kv_layers: tuple[int, ...] | None = None  # of the model, whose K/V it reads; None: it has its own
+    kv_layers: tuple[int, ...] | None = None  # of the model, whose K/V it reads if it has none
 
     @property
     def token_count(self) -> int:

@@ -57,9 +57,7 @@ def past_buffers(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]], ba
     }
 
 
-def page_inputs(
-    layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]] | Mapping[int, tuple[int, int]]
-) -> Cache:
+def page_inputs(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]] | Mapping[int, tuple[int, int]]) -> Cache:
     """Inputs for the K/V pages of `layers`, float32 [pages, kv_heads, page_tokens, head_dim]."""
     return {
         (layer, kind): typed_value(paged.pages(layer, kind), FLOAT, ["pages", kv_heads, "page_tokens", head_dim])

@@ -40,9 +40,9 @@ def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None
         token_ranges(pieces.tokens.tolist()),
         pieces.acceptance,
         pieces.max_tokens,
-        None if pieces.shared_kv else pieces.kv_shape,
         pieces.hidden_size,
         pieces.layers,
+        None if pieces.shared_kv else pieces.kv_shape,
         record,
         tuple(pieces.shared_kv) or None,
     )

@@ -10,13 +10,13 @@ n is the number of tokens that it can propose, W the size of its hidden states; 
 | `HIDDEN_STATES` | float32 [1, N, W] | the model's hidden states before each token, or the drafter's own |
 | `POSITION_IDS`, `SEQUENCE_LENGTHS`, `SEQUENCE_STARTS`, `PAGE_TABLE` | | equal to the batch networks' |
 | `LAST_TOKENS` | int64 [m] | indices into the N |
-| `paged.pages` | | one layer |
+| `paged.pages` | | one layer, or those of the model that it reads |
 
 | output | dtype and shape | what |
 | --- | --- | --- |
 | `LOGITS` | float32 [m, n] | of the tokens that it can propose |
 | `NEW_HIDDEN_STATES` | float32 [m, W] | what it reads for the next draft token |
-| `paged.new_pages` | | one layer |
+| `paged.new_pages` | | one layer, if it is its own |
 """
 
 INPUT_IDS = "input_ids"

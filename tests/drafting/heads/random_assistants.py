@@ -48,6 +48,7 @@ def target(folder: Path, **changes: Any) -> Path:
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCABULARY,
             "initializer_range": 0.15,
+            "tie_word_embeddings": False,
         }
         | changes
     )
@@ -87,6 +88,9 @@ class Assistant:
             norms |= {f"{at}.{name}_layernorm": OWN_WIDTH for name in names}
         weights = {f"{name}.weight": 1.5 * normal(*size) * size[1] ** -0.5 for name, size in sizes.items()}
         weights |= {f"{name}.weight": 1 + 0.2 * normal(size) for name, size in norms.items()}
+        for layer in range(len(KINDS)):  # what it attends to matters
+            weights[f"model.layers.{layer}.self_attn.q_norm.weight"] *= 2
+            weights[f"model.layers.{layer}.post_attention_layernorm.weight"] *= 3
         weights |= {f"model.layers.{layer}.layer_scalar": 1 + 0.1 * normal(1) for layer in range(len(KINDS))}
         weights["model.embed_tokens.weight"] = normal(VOCABULARY, OWN_WIDTH)
         if ordered:
@@ -122,10 +126,11 @@ class Assistant:
 
 
 @contextmanager
-def all_layers_read() -> Iterator[None]:
-    """While open, transformers 5.23 makes models whose layers all read others' keys and values."""
+def all_layers_read(folder: Path) -> Iterator[None]:
+    """While open, transformers 5.23 makes the assistant in `folder`, whose layers all read others' keys and values."""
+    kind = type(tf.AutoConfig.from_pretrained(folder).text_config)
     modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
-    with patch.object(tf.Gemma4TextConfig, "kv_sharing_modes", modes):
+    with patch.object(kind, "kv_sharing_modes", modes):
         yield
 
 
@@ -138,17 +143,22 @@ def before_draft(model: Any, ids: list[int]) -> tuple[torch.Tensor, dict[str, tu
 
 
 @torch.no_grad()
-def drafted(model: Any, assistant: Any, ids: list[int], following: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def drafted(
+    model: Any, assistant: Any, ids: list[int], following: list[int], unseen: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [n, V] and next states [n, D] of drafts after `ids`, as `SinglePositionMultiTokenCandidateGenerator` makes
-    them; `following` takes the place of the drafts so far, one fewer than drafts."""
+    them; `following` takes the place of the drafts so far, one fewer than drafts.
+
+    unseen: how many of the last keys and values are left out, which should be seen."""
     state, shared = before_draft(model, ids)
+    shared = {kind: tuple(each[:, :, : each.shape[2] - unseen] for each in pair) for kind, pair in shared.items()}
     logits, states = [], []
     for token in [ids[-1], *following]:
         embedding = model.get_input_embeddings()(torch.tensor([[token]]))
         outputs = assistant(
             inputs_embeds=torch.cat([embedding, state], -1),
             attention_mask=None,
-            position_ids=torch.tensor([[len(ids) - 1]]),
+            position_ids=torch.tensor([[len(ids) - 1 - unseen]]),
             shared_kv_states=shared,
             use_cache=False,
         )

@@ -12,15 +12,25 @@ import pytest
 import tiers
 import torch
 from ort_sessions import session_options
-from random_assistants import CONTEXT, KINDS, KV_LAYERS, VOCABULARY, WIDTH, WINDOW, Assistant, all_layers_read, before_draft
+from random_assistants import (
+    CONTEXT,
+    KINDS,
+    KV_LAYERS,
+    OWN_WIDTH,
+    VOCABULARY,
+    WIDTH,
+    WINDOW,
+    Assistant,
+    all_layers_read,
+    before_draft,
+    target,
+)
 from random_assistants import drafted as reference
-from random_assistants import target
 from random_heads import drafts_cost_no_token, exported, prompt
 from random_heads import target as llama
 from transformers import AutoModelForCausalLM
 
 from tide_export.bundle.opened import open_bundle
-from tide_export.bundle.store import write_manifest
 from tide_export.calibration.config import TideConfig
 from tide_export.compose.drafter_networks import EMBEDDINGS, DrafterPieces, compose_drafter
 from tide_export.drafting.files import QUANTIZATION, quantized
@@ -67,7 +77,7 @@ def test_the_network_drafts_what_transformers_does(layout: str, source: SourceMo
     """Over pages in which the model's keys and values lie, fewer and more than the window has."""
     folder = Assistant.random(*LAYOUTS[layout]).write(tmp_path / "assistant")
     head = read_assistant(str(folder), source)
-    with all_layers_read():
+    with all_layers_read(folder):
         published: Any = AutoModelForCausalLM.from_pretrained(folder)
     expected = reference(source.model, published, prompt(VOCABULARY, 30), [4, 5])
     for one, other in zip(reference(source.model, head.model, prompt(VOCABULARY, 30), [4, 5]), expected, strict=True):
@@ -126,19 +136,24 @@ def bundle(model: Path, source: SourceModel, tmp_path_factory: pytest.TempPathFa
     folder, assistant = tmp_path_factory.mktemp("bundles"), Assistant.random()
     head = read_assistant(str(assistant.write(folder / "unfitted")), source)
     rounded(head)
-    states, wanted = list[torch.Tensor](), list[int]()
+    states, wanted = list[torch.Tensor](), list[int]()  # every second state is without the last key
     catcher = head.model.lm_head.register_forward_pre_hook(lambda _, args: states.append(args[0][0, 0]))
     for text in TEXTS:
         ids = torch.tensor([text])
         made = source.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[0].tolist()
         for length in range(len(text) + 1, len(made)):
             reference(source.model, head.model, made[:length], [])
+            reference(source.model, head.model, made[:length], [], unseen=1)
             wanted.append(made[length])
     catcher.remove()
-    hidden, logits = torch.stack(states), torch.zeros(len(wanted), VOCABULARY)
+    hidden, logits = torch.stack(states[::2]), torch.zeros(len(wanted), VOCABULARY)
     logits[range(len(wanted)), wanted] = 1
     square = hidden.T @ hidden
     fitted = torch.linalg.solve(square + 0.01 * square.diagonal().mean() * torch.eye(len(square)), hidden.T @ logits)
+    without_last_key = torch.stack(states[1::2])
+    right = [((part @ fitted).argmax(-1) == torch.tensor(wanted)).float().mean() for part in (hidden, without_last_key)]
+    assert right[0] > 0.95
+    assert right[1] < 0.6  # so drafts show what the runtime gives it
     assistant.weights["model.embed_tokens.weight"] = 20 * fitted.T.contiguous()
     return exported(model, assistant.write(folder / "assistant"), folder / "made", (2,), max_length=CONTEXT)
 
@@ -148,19 +163,17 @@ def engine(bundle: Path) -> Engine:
     return load(bundle, provider="cpu", threads=1)
 
 
-@pytest.mark.parametrize("drafter", [1, 4])
-def test_the_runtime_gives_it_the_model_s_keys_and_values(engine: Engine, drafter: int) -> None:
+def test_the_runtime_gives_it_the_model_s_keys_and_values(engine: Engine) -> None:
     """Or its drafts were others than those that the assistant was fitted to: alone, and in a list of other lengths."""
     full = engine.generate(TEXTS, mode="full", **GREEDY)
-    options = {"mode": "lossless", "threshold": 1.0, "prompt_lookup": 0, "drafter": drafter}
+    options = {"mode": "lossless", "threshold": 1.0, "prompt_lookup": 0, "drafter": 1}
     alone = [engine.generate(text, **GREEDY, **options) for text in TEXTS]
     for made in (alone, engine.generate(TEXTS, **GREEDY, **options)):
         assert [one.tokens for one in made] == [one.tokens for one in full]
         accepted = sum(one.stats.learned_accepted for one in made)
         tried = sum(one.stats.learned_drafted for one in made)
-        print("accepted", accepted, "of", tried)
         assert tried > 20
-        assert accepted > 0.7 * tried
+        assert accepted > 0.9 * tried
 
 
 @pytest.mark.parametrize("threshold", [1.0, 0.5])
@@ -178,7 +191,9 @@ def test_drafts_cost_no_token(engine: Engine, threshold: float) -> None:
 def test_it_reads_int8_pages(model: Path, bundle: Path, tmp_path: Path) -> None:
     assistant, options = bundle.parents[1] / "assistant", {"config": TideConfig(kv_cache="int8"), "max_length": CONTEXT}
     engine = load(exported(model, assistant, tmp_path / "made", (2,), **options), provider="cpu", threads=1)
-    made = [engine.generate(text, mode="lossless", threshold=1.0, prompt_lookup=0, drafter=1, **GREEDY) for text in TEXTS]
+    made = [
+        engine.generate(text, mode="lossless", threshold=1.0, prompt_lookup=0, drafter=1, **GREEDY) for text in TEXTS
+    ]
     assert sum(one.stats.learned_accepted for one in made) > 0.5 * sum(one.stats.learned_drafted for one in made) > 10
     assert drafts_cost_no_token(engine, drafter=4) > 20
 
@@ -191,7 +206,7 @@ def test_the_manifest_says_what_it_reads(bundle: Path, engine: Engine, tmp_path:
     opened = open_bundle(bundle)
     for layers in ((), (2, 1), (1, 3)):  # layer 3 has none of its own
         changed = replace(opened.manifest, drafter=replace(drafter, kv_layers=layers))
-        with pytest.raises(BundleError, match="drafter.kv_layers must be ascending layers with keys and values of their own"):
+        with pytest.raises(BundleError, match=r"drafter.kv_layers' must be ascending layers with keys and values of"):
             type(changed).from_json(changed.to_json())
 
 
@@ -219,12 +234,22 @@ QUERIES, ORDER = "model.layers.1.self_attn.q_proj.weight", "masked_embedding.tok
 REFUSED = {
     "another size's": (config(backbone_hidden_size=32), "its backbone_hidden_size is 32, not the model's 64: give the"),
     "another vocabulary": (text_config(vocab_size=104), "its vocab_size is 104, not the model's 96"),
-    "other keys": (text_config(head_dim=8), "its layer 0 reads 2 heads of 8 numbers of sliding_attention layers, and the"),
+    "other keys": (
+        text_config(head_dim=8),
+        "no sliding_attention layer has keys of 2 heads of 8 numbers, as its layer 0",
+    ),
     "layers of no type": (text_config(layer_types=["a", "b", "c"]), "config.json of draft head '.*' cannot be used"),
     "no queries": (weight(QUERIES, None), f"it has no usable weight for {QUERIES}: download it again"),
     "other queries": (weight(QUERIES, torch.ones(3, 4)), rf"weight {QUERIES} is \[3, 4\], not \[64, 96\]"),
     "NaN": (weight(QUERIES, torch.full((64, 96), torch.nan)), f"weight {QUERIES} holds NaN or infinity"),
     "a token twice": (weight(ORDER, torch.zeros(VOCABULARY, dtype=torch.long)), "has not every token once"),
+    "clusters of two sizes": (
+        lambda assistant: (
+            assistant.config.update(num_centroids=36),
+            assistant.weights.update({"masked_embedding.centroids.weight": torch.ones(36, OWN_WIDTH)}),
+        ),
+        "in clusters of one size: download it again",
+    ),
     "an unknown quantization": (config(quantization_config={"quant_method": "modelopt"}), "is quantized with modelopt"),
 }
 
@@ -246,6 +271,6 @@ def test_it_is_refused_for_what_has_no_such_keys(tmp_path: Path) -> None:
     with pytest.raises(DraftError, match="it is an assistant of a Gemma 4, and the model is a llama: give the Gemma 4"):
         read_assistant(assistant, other)
     for network in ("cuda", "tensorrt"):
-        with pytest.raises(ConfigError, match=f"alone: it reads hidden states or K/V that the segment networks of {network}"):
+        with pytest.raises(ConfigError, match=f"reads hidden states or K/V that the segment networks of {network} do"):
             ExportRequest(other.name, "out", draft_head=assistant, targets=(network,), weights="fp16", engines=False)
-    assert WIDTH == other.hidden_size  # nothing but its kind tells them apart
+    assert other.hidden_size == WIDTH  # nothing but its kind tells them apart

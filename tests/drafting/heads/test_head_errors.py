@@ -138,7 +138,7 @@ def test_export_refuses_a_head_before_it_traces(
 
 def test_what_has_no_hidden_states_is_refused_at_once(source: SourceModel, tmp_path: Path) -> None:
     head = str(Eagle3.random().write(tmp_path / "head"))
-    with pytest.raises(ConfigError, match="an EAGLE-3 head as draft_head is for target onnxruntime alone"):
+    with pytest.raises(ConfigError, match="a published head as draft_head is for target onnxruntime alone"):
         ExportRequest(source.name, "out", draft_head=head, targets=("tensorrt",), engines=False)
     own = ExportRequest(source.name, "out", draft_head=f"{source.name}/", targets=("tensorrt",), engines=False)
     assert own.reads_own_head

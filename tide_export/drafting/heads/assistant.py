@@ -5,10 +5,10 @@ For a token with embedding x (as the model's layers read it) at position p, afte
     z = norm(layers(pre_projection [x; s]))
     logits = lm_head z,  next s = post_projection z
 
-Every layer attends to the model's keys and values of the positions before p: to those of its last layer of the same type
-that has some. They are the same for all drafts after one verification, and all of these are at position p. In a sliding
-window of w tokens are the last w + 1 of them. With `use_ordered_embeddings` only tokens of the clusters count whose
-centroids are nearest to z.
+Every layer attends to the model's keys and values of the positions before p: those of the model's last layer of the
+same type that has some. They are the same for all drafts after one verification, which all are at position p. In a
+sliding window of w tokens are the last w + 1 keys. With `use_ordered_embeddings` only tokens of the clusters count
+whose centroids are nearest to z.
 
 Source: transformers' models/gemma4_assistant, and SinglePositionMultiTokenCandidateGenerator, which drafts by it. That
 also shows the assistant the keys and values of one rejected draft, which are overwritten here.
@@ -50,10 +50,11 @@ class AssistantStep(nn.Module):
         self.model: Any = model
         self.kv_shapes = kv_shapes
         self.scale = scale
-        if self.model.masked_embedding is not None:
-            order = self.model.masked_embedding.token_ordering
+        embedder: Any = model.masked_embedding
+        if embedder is not None:
+            order = embedder.token_ordering.long()
             clusters = torch.empty_like(order)
-            clusters[order] = torch.arange(len(order)) // self.model.masked_embedding.vocab_size_per_centroid
+            clusters[order] = torch.arange(len(order)) // embedder.vocab_size_per_centroid
             self.register_buffer("clusters", clusters)
 
     def forward(
@@ -97,7 +98,7 @@ def read_assistant(name: str, source: SourceModel) -> DraftHead:
     try:
         with quiet_transformers():
             config = AutoConfig.for_model(**fields)
-            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except Exception as error:  # transformers checks a config in many ways
         raise DraftError(f"the config.json of draft head {name!r} cannot be used: {first_line(error)}") from error
     kv_layers = _kv_layers(config, name, source)
@@ -110,9 +111,11 @@ def read_assistant(name: str, source: SourceModel) -> DraftHead:
         raise DraftError(f"the weights of draft head {name!r} cannot be read: {first_line(error)}") from error
     check_loaded(model, info, f"draft head {name!r}")
     text, tokens = config.text_config, np.arange(source.vocab_size)
-    embedder = model.masked_embedding
-    if embedder is not None and not np.array_equal(np.sort(embedder.token_ordering.numpy()), tokens):
-        raise DraftError(f"draft head {name!r}: masked_embedding.token_ordering has not every token once: it is damaged")
+    order = model.masked_embedding and model.masked_embedding.token_ordering
+    if order is not None and (len(order) % config.num_centroids or not np.array_equal(order.sort().values, tokens)):
+        raise DraftError(
+            f"draft head {name!r}: token_ordering has not every token once, in clusters of one size: download it again"
+        )
     scale = float(getattr(source.model.get_input_embeddings(), "embed_scale", 1.0))
     shapes = {kind: _kv_shape(text, layer) for layer, kind in enumerate(text.layer_types)}
     step = AssistantStep(model.eval().requires_grad_(False), shapes, scale)
@@ -146,12 +149,10 @@ def _kv_layers(config: PreTrainedConfig, name: str, source: SourceModel) -> tupl
     first_shared = text.num_hidden_layers - getattr(text, "num_kv_shared_layers", 0)
     last = {kind: layer for layer, kind in enumerate(text.layer_types[:first_shared])}
     for layer, kind in enumerate(own.layer_types):
-        shape, expected = _kv_shape(own, layer), _kv_shape(text, last[kind]) if kind in last else None
-        if shape != expected:
+        heads, width = _kv_shape(own, layer)
+        if kind not in last or _kv_shape(text, last[kind]) != (heads, width):
             raise DraftError(
-                f"draft head {name!r} is not for this model: its layer {layer} reads {shape[0]} heads of {shape[1]} "
-                f"numbers of {kind} layers, and the model has "
-                f"{'none' if expected is None else f'{expected[0]} of {expected[1]}'}: give the assistant of this size "
-                "of Gemma 4"
+                f"draft head {name!r} is not for this model, of which no {kind} layer has keys of {heads} heads of "
+                f"{width} numbers, as its layer {layer} reads: give the assistant of this size of Gemma 4"
             )
     return tuple(last[kind] for kind in own.layer_types)
