@@ -103,8 +103,9 @@ class Backend {
   MeasuredCosts& costs() { return costs_; }  // of its steps
   Balances& balances() { return balances_; }    // of drafts
 
-  // Starts the bundle's drafter for so many sequences of `batch`, whose K/V it may read; null: it has none that this backend
-  // runs. Must not run after the batch, nor outlive the backend. Throws BundleError: it does not load or does not match the bundle.
+  // Starts the bundle's drafter for so many sequences of `batch`, whose K/V it may read; null: it has none that this
+  // backend runs. Must not run after the batch, nor outlive the backend. Throws BundleError: it does not load or does not match
+  // the bundle.
   virtual std::unique_ptr<Drafts> start_drafts(std::size_t, Batch&) { return nullptr; }
 
   // The number of a loaded adapter, 1 or more; 0: there is none of this name.

@@ -155,7 +155,7 @@ class Manifest:
 
     @property
     def has_drafter_network(self) -> bool:
-        """Whether a segment network computes the drafter: not if it reads hidden states or K/V within segments."""
+        """Whether a segment network computes the drafter: not if it reads states or K/V within segments."""
         reads = self.drafter is None or self.drafter.layers or self.drafter.kv_layers
         return self.networks is not None and not reads
 

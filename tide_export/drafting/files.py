@@ -49,7 +49,7 @@ def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None
 
 
 def save_drafter(folder: Path, pieces: DrafterPieces, file: Path, kv_cache: str = FLOAT32_KV) -> None:
-    """Writes the network for ONNX Runtime to `file`, for the bundle in `folder`, whose pages are of type `kv_cache`."""
+    """Writes the network for ONNX Runtime to `file`, for the bundle in `folder` with pages of `kv_cache`."""
     model = compose_drafter(pieces)
     lower_for_onnxruntime(model, quantized(pieces), kv_cache=kv_cache if pieces.shared_kv else FLOAT32_KV)
     put_before(model, embedding_of(folder / GRAPH_FILE, FLOAT))

@@ -1,1 +1,1 @@
-"""Reads draft heads that others trained, EAGLE-3, MTP and Gemma 4's assistants, and makes drafters of them."""
+"""Reads heads that others trained, EAGLE-3, MTP and Gemma 4's assistants, and makes drafters of them."""

@@ -124,7 +124,7 @@ def read_assistant(name: str, source: SourceModel) -> DraftHead:
 
 
 def _kv_shape(text: PreTrainedConfig, layer: int) -> tuple[int, int]:
-    """(kv_heads, head_dim) of the keys and values that a layer reads."""
+    """Returns (kv_heads, head_dim) of the keys and values that a layer reads."""
     config = text.per_layer_config[layer]
     return config.num_key_value_heads, config.head_dim
 
