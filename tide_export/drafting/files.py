@@ -19,7 +19,7 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.drafter_for_tensorrt import drafter_for_tensorrt
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names import segment_networks as names
-from tide_export.names.networks import segment_name
+from tide_export.names.networks import DRAFTER, segment_name
 from tide_export.quantize.rounding import round_to_nearest
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 
@@ -118,7 +118,12 @@ def put_before(model: ir.Model, embedding: ir.Model) -> None:
     embedding.graph.remove(nodes)
     for weight in weights:
         embedding.graph.initializers.pop(str(weight.name))
+        if (other := graph.initializers.pop(str(weight.name), None)) is not None:  # a constant that a trace named
+            other.name = f"{DRAFTER}.{other.name}"
+            graph.initializers.add(other)
         graph.initializers.add(weight)
+    for value in (made for node in nodes for made in node.outputs):
+        value.name = f"{names.EMBEDDING}.{value.name}"
     replace_value(placeholder, output)
     graph.insert_before(required(next(iter(graph))), nodes)
     shared = [value for value in embedding.graph.inputs if value.name == names.EMBEDDING]

@@ -35,10 +35,15 @@ ATTENTION: dict[str, Any] = {
 }
 
 
-def target(folder: Path, **changes: Any) -> Path:
-    """Writes a Gemma 4, whose tokens are not all alike."""
-    config = tf.Gemma4TextConfig(
-        **ATTENTION
+IMAGES = {
+    f"{name}_token_id": 90 + number for number, name in enumerate(("image", "video", "audio", "boi", "eoi", "boa"))
+}
+
+
+def target(folder: Path, images: bool = False, **changes: Any) -> Path:
+    """Writes a Gemma 4, whose tokens are not all alike; `images`: of the class that also reads images."""
+    sizes = (
+        ATTENTION
         | {
             "hidden_size": WIDTH,
             "intermediate_size": MLP,
@@ -54,7 +59,11 @@ def target(folder: Path, **changes: Any) -> Path:
     )
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        tf.Gemma4ForCausalLM(config).save_pretrained(folder)
+        if images:
+            model: Any = tf.Gemma4ForConditionalGeneration(tf.Gemma4Config(text_config=sizes, **IMAGES))
+        else:
+            model = tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**sizes))
+        model.save_pretrained(folder)
     return folder
 
 

@@ -187,6 +187,17 @@ def test_drafts_cost_no_token(engine: Engine, threshold: float) -> None:
     assert sum(one.stats.learned_drafted for one in made) > 5
 
 
+@pytest.mark.parametrize("shared", tiers.exhaustive_beyond(1, [2, 0]))
+def test_it_drafts_for_a_model_that_also_reads_images(shared: int, tmp_path: Path) -> None:
+    """Whose ids of images are replaced before the lookup; and where no layer of the model shares another's K/V."""
+    model = target(tmp_path / "target", images=True, num_kv_shared_layers=shared)
+    assistant = Assistant.random().write(tmp_path / "assistant")
+    engine = load(exported(model, assistant, tmp_path / "made", (2,), max_length=64), provider="cpu", threads=1)
+    assert engine.manifest.drafter is not None
+    assert engine.manifest.drafter.kv_layers == ((3, 4) if shared == 0 else (1, 2))
+    assert drafts_cost_no_token(engine, drafter=4) > 20
+
+
 @pytest.mark.exhaustive
 def test_it_reads_int8_pages(model: Path, bundle: Path, tmp_path: Path) -> None:
     assistant, options = bundle.parents[1] / "assistant", {"config": TideConfig(kv_cache="int8"), "max_length": CONTEXT}
