@@ -1,10 +1,11 @@
-"""Trains a small looped model with an exit gate on Python's own standard library, by the two stages of Ouro's paper.
+"""Trains a small looped model with an exit gate on Python's own standard library, in two stages as Ouro's paper does.
 
     python demo/train_looped.py out/looped --minutes 120 --threads 2
 
-arXiv 2510.25741. Stage 1 trains all weights: each token's loss is that of every loop, weighted by the gate's exit
-distribution, less BETA times the entropy of that distribution. Stage 2 trains the gate alone: after loop t it shall say
-"exit" unless loop t + 1 improves the token's loss by more than MARGIN nats.
+Stage 1 trains all weights but the gate's: the loss is that of the last loop, and each earlier loop is held to the last
+by the divergence of their distributions. (The paper, arXiv 2510.25741, weighs all loops' losses by the gate's exit
+distribution less BETA of its entropy: at this size that made the last loop the worst.) Stage 2 trains the gate alone:
+after a loop it shall say "exit" with a probability that falls with the loop's divergence from the last.
 
 `--loops 1` trains a plain model to compare with: as many parameters, and as many minutes.
 
@@ -35,9 +36,8 @@ TOKENIZER = HERE / "demo-llama"
 STAGE_1 = 0.96  # of the time
 WARM_UP, DECAY = 0.02, 0.25  # of the time: the learning rate rises, stays, and falls to 0 at the end of stage 1
 RATE, GATE_RATE, WEIGHT_DECAY, CLIP = 2e-3, 1e-2, 0.1, 1.0
-BETA = 1.0  # nats of loss that a nat of the exit distribution's entropy is worth: at 0.1 the first loop takes all
-HOLD = 1.0  # nats of loss that a nat of the earlier loops' distance from the last is worth
-MARGIN, SHARPNESS = 0.005, 50.0  # nats; per nat
+HOLD = 2.0  # nats of loss that a nat of the earlier loops' divergence from the last is worth
+SCALE = 0.03  # nats of divergence at which the gate shall say "exit" with a probability of 1/e
 LENGTH = 512  # tokens of a sequence
 HELD_OUT_SEQUENCES = 64
 SAVE_SECONDS, LOG_SECONDS = 240, 30
@@ -63,10 +63,10 @@ def parse_options() -> argparse.Namespace:
     how_long.add_argument("--minutes", type=float, default=120, help="of CPU time by thread, all runs together (120)")
     how_long.add_argument("--steps", type=int, help="instead of minutes: repeatable to the bit")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--loops", type=int, default=4, help="1: a plain model without a gate")
     parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64, the size of a head")
-    parser.add_argument("--batch", type=int, default=8, help=f"sequences of {LENGTH} tokens in a step")
+    parser.add_argument("--batch", type=int, default=4, help=f"sequences of {LENGTH} tokens in a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sources", type=Path, default=sysconfig.get_path("stdlib"), help="folder of Python files")
     return parser.parse_args()
@@ -188,20 +188,17 @@ class Training:
     def step_all(self, batch: torch.Tensor) -> tuple[list[float], float]:
         """Makes a step of stage 1; returns the losses by loop and the mean of the exit distribution, in loops."""
         losses, gates, _, distances = by_loop(self.model, batch)
-        shares = exit_distribution(gates)
-        entropy = -(shares * shares.clamp_min(1e-9).log()).sum(0).mean()
-        ((shares * losses).sum(0).mean() - BETA * entropy + HOLD * distances.mean()).backward()
+        (losses[-1].mean() + HOLD * distances.sum() / max(1, distances.numel())).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         end = STAGE_1 if self.options.loops > 1 else 1
         self.update(self.optimizers[:2], RATE * min(1, self.progress / WARM_UP, (end - self.progress) / DECAY))
-        return losses.mean((1, 2)).tolist(), mean_loops(shares.detach())
+        return losses.mean((1, 2)).tolist(), mean_loops(exit_distribution(gates.detach()))
 
     def step_gate(self, batch: torch.Tensor) -> tuple[list[float], float]:
         """Makes a step of stage 2; returns what `step_all` does."""
         with torch.no_grad():
-            losses, _, states, _ = by_loop(self.model, batch)
-        improved = (losses[:-1] - losses[1:]).clamp_min(0)
-        exits = 1 - torch.sigmoid(SHARPNESS * (improved - MARGIN))
+            losses, _, states, distances = by_loop(self.model, batch)
+        exits = torch.exp(-distances / SCALE)
         gates = self.model.model.early_exit_gate(states[:-1].float())[..., 0]
         F.binary_cross_entropy_with_logits(gates, exits).backward()
         self.update(self.optimizers[2:], GATE_RATE * (1 - self.progress) / (1 - STAGE_1))
@@ -218,8 +215,8 @@ class Training:
 def by_loop(model: LoopedForCausalLM, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns, for every loop, each token's loss [T, B, S], gate logits [T - 1, B, S] and states [T, B, S, D].
 
-    And each loop's distance from the last one, whose gradient changes the earlier one alone: the divergence
-    KL(last || loop), [T - 1, B, S]. In bfloat16 where the CPU multiplies such matrices.
+    And each earlier loop's divergence from the last, KL(last || loop), [T - 1, B, S], whose gradient leaves the last as
+    it is. In bfloat16 where the CPU multiplies such matrices.
     """
     with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
         output, loops, gates = model.model(batch[:, :-1])
