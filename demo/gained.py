@@ -1,4 +1,4 @@
-"""Says in a sentence and a picture what the demo bundle gains, from the rows that `tools/benchmarks/modes.py` measured.
+"""Says in a sentence and a picture what a demo bundle gains, from the rows that `tools/benchmarks/modes.py` measured.
 
 python demo/gained.py BUNDLE FOLDER
 """
@@ -35,7 +35,7 @@ def said(bundle: Path, rows: list[dict], picture: Path) -> str:
         f"{lossless['speedup']:.2f}x.\n"
         f"Without --mode, {sentence(open_bundle(bundle).manifest.auto)}.\n"
         f"Picture: {picture}. Why: {bundle / 'report.html'}. "
-        "What larger models gain: docs/measurements/modes-and-drafts.md"
+        "What ordinary and larger models gain: docs/measurements/modes-and-drafts.md"
     )
 
 
@@ -60,7 +60,7 @@ def draw(rows: list[dict], file: Path, auto: tuple[float, float]) -> None:
     axes.plot(100 * auto[0], auto[1], "k*", markersize=14, label="auto: what runs without --mode")
     axes.set(xlabel="changed tokens, %", ylabel="speed over full depth")
     axes.margins(x=0.12)
-    axes.set_title("What demo-llama gains: up is faster, left is closer to the full model", loc="left")
+    axes.set_title("What demo-looped gains: up is faster, left is closer to the full model", loc="left")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(file, dpi=110)

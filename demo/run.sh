@@ -1,5 +1,5 @@
 #!/bin/sh
-# The whole way in a minute or two, with the small model beside this file and no network: export, check, generate, measure.
+# The whole way in a few minutes, with the small models beside this file and no network: export, check, generate, measure.
 # `make demo` calls it with its own virtual environment on the PATH; the folder to write is the argument.
 set -eu
 cd "$(dirname "$0")/.."
@@ -26,10 +26,13 @@ say "generate: the text, then where each token left and how many layers were ski
 tide-export generate "$out" --echo --prompt "$prompt" --max-new-tokens 96 --temperature 0.6 --top-p 0.9 --seed 1 \
     --mode exit
 
+say "export demo/demo-looped: a model made to answer early, 4 layers that run 4 times; routers after loops 1, 2 and 3"
+tide-export export demo/demo-looped -o "$out-looped" --trust-remote-code --weights fp32 --overwrite \
+    --dataset calibration/text/python-stdlib.jsonl
+
 say "measure: speed against changed tokens on that text, in each mode and at several thresholds, interleaved"
-mkdir -p "$out-gained"
-python tools/benchmarks/modes.py "$out" --dataset calibration/text/python-stdlib-validation.jsonl --prompts 40 \
-    --thresholds 0.3,0.5,0.7,0.95 --out "$out-gained"
+python tools/benchmarks/modes.py "$out-looped" --dataset calibration/text/python-stdlib-validation.jsonl --prompts 40 \
+    --thresholds 0.7,0.8,0.9,0.95 --out "$out-gained"
 
 say "gained"
-python demo/gained.py "$out" "$out-gained"
+python demo/gained.py "$out-looped" "$out-gained"

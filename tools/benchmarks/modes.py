@@ -203,6 +203,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
     first = next(iter(engines.values()))
     if options.prompts_file is not None:

@@ -1,0 +1,1 @@
+../looped_code/configuration_looped.py

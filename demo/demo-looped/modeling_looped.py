@@ -1,0 +1,1 @@
+../looped_code/modeling_looped.py
