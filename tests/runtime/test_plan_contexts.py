@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tide_export.bundle.network_spec import NetworkSpec
+from tide_export.bundle.network_spec import ONE_TOKEN, NetworkSpec
 from tide_export.bundle.plan_fields import Profile
 from tide_export.runtime.tensorrt import plans
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX, kernel_cache
@@ -109,5 +109,5 @@ def test_a_run_that_rtx_cannot_record_is_said(monkeypatch: pytest.MonkeyPatch, c
     library, memory = SimpleNamespace(**strategies), SimpleNamespace(address=0, size=0)
     spec, profiles = NetworkSpec("segment_00", {}, {}), (Profile("decode", 1, 1, 2, 1),)
     network = TrtNetwork(TENSORRT_RTX, library, engine, spec, profiles, 7, memory)
-    assert network.run({}, 1) == can
-    assert network.run({}, 1, recording=1, captured=True)
+    assert network.run({}, ONE_TOKEN) == can
+    assert network.run({}, ONE_TOKEN, recording=1, captured=True)

@@ -10,7 +10,7 @@ import torch
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from tide_export.bundle.network_spec import NetworkSpec, Tensor
+from tide_export.bundle.network_spec import ONE_TOKEN, NetworkSpec, Tensor
 from tide_export.verify.pytorch.networks import TorchNetwork
 from tide_export.verify.pytorch.operators import dequantize_linear, quantize_linear
 from tide_export.verify.pytorch.program import Program, tensor_of
@@ -125,7 +125,7 @@ def computed(model: onnx.ModelProto, feeds: dict[str, np.ndarray], outputs: list
     found = {f"y{number}": np.zeros(array.shape, array.dtype) for number, array in enumerate(outputs)}
     network = TorchNetwork(program, NetworkSpec("a network", tensors(given), tensors(found)))
     for _ in range(2):  # the second run of a shape has its shapes computed
-        network.run({name: array.ctypes.data for name, array in (given | found).items()}, 1)
+        network.run({name: array.ctypes.data for name, array in (given | found).items()}, ONE_TOKEN)
     for name, array in feeds.items():
         np.testing.assert_array_equal(given[name], array)
     return list(found.values())
@@ -185,10 +185,10 @@ def test_a_buffer_is_updated_in_place_or_copied_to_another_address(chained: bool
         expected[:, :, :2] = update
     addresses = {"past": past, "new": update, "at": at, "zero": zero, "present": other}
     before = past.copy()
-    network.run({name: array.ctypes.data for name, array in addresses.items()}, 1)
+    network.run({name: array.ctypes.data for name, array in addresses.items()}, ONE_TOKEN)
     np.testing.assert_array_equal(other, expected)
     np.testing.assert_array_equal(past, before)
-    network.run({name: array.ctypes.data for name, array in (addresses | {"present": past}).items()}, 1)
+    network.run({name: array.ctypes.data for name, array in (addresses | {"present": past}).items()}, ONE_TOKEN)
     np.testing.assert_array_equal(past, expected)
 
 
