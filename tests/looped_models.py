@@ -63,10 +63,10 @@ def full_tokens(model: PreTrainedModel, ids: list[int], count: int) -> list[int]
     tokens, new, cache = list[int](), ids, None
     while len(tokens) < count:
         given = torch.tensor([new])
-        output = model(given, past_key_values=cache, use_cache=True, exit_at_step=LOOPS - 1)
+        output = model(given, past_key_values=cache, use_cache=True, exit_at_step=model.config.total_ut_steps - 1)
         new, cache = [int(output.logits[0, -1].argmax())], output.past_key_values
         tokens += new
-    assert len(cache.layers) == LAYERS * LOOPS
+    assert len(cache.layers) == model.config.num_hidden_layers * model.config.total_ut_steps
     return tokens
 
 
@@ -77,7 +77,7 @@ def gated_tokens(model: PreTrainedModel, ids: list[int], count: int, threshold: 
     As arXiv 2510.25741 has it: the first loop up to which the exit distribution p_t = g_t * prod(1 - g_i) sums up to
     the threshold. Every layer runs for every token.
     """
-    tokens, layers = list(ids), list[int]()
+    tokens, layers, loops_of = list(ids), list[int](), model.config.total_ut_steps
     while len(layers) < count:
         _, loops, gates = model.model(torch.tensor([tokens]))
         here = torch.sigmoid(torch.stack(gates)[:, 0, -1, 0]).tolist()
@@ -85,7 +85,7 @@ def gated_tokens(model: PreTrainedModel, ids: list[int], count: int, threshold: 
         for gate in here[:-1]:
             shares.append(left * gate)
             left -= left * gate
-        chosen = next((t for t in range(LOOPS - 1) if sum(shares[: t + 1]) >= threshold), LOOPS - 1)
+        chosen = next((t for t in range(loops_of - 1) if sum(shares[: t + 1]) >= threshold), loops_of - 1)
         tokens.append(int(model.lm_head(loops[chosen][0, -1]).argmax()))
-        layers.append((chosen + 1) * LAYERS)
+        layers.append((chosen + 1) * model.config.num_hidden_layers)
     return tokens[len(ids) :], layers

@@ -82,6 +82,10 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert not [name for name in load_file(tmp_path / "plain" / "model.safetensors") if "early_exit_gate" in name]
 
 
+def test_the_model_of_the_demo(tmp_path: Path) -> None:
+    check_bundle(DEMO / "demo-looped", tmp_path / "bundle")
+
+
 def check_bundle(folder: Path, bundle: Path) -> None:
     """Its bundle decodes as its code does: all loops, and by its gate."""
     assert {"modeling_looped.py", "configuration_looped.py", "tokenizer.json"} < {one.name for one in folder.iterdir()}
