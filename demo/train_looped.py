@@ -4,7 +4,7 @@
 
 Stage 1 trains all weights but the gate's: the loss is that of the last loop, and each earlier loop is held to the last
 by the divergence of their distributions. (The paper, arXiv 2510.25741, weighs all loops' losses by the gate's exit
-distribution less BETA of its entropy: at this size that made the last loop the worst.) Stage 2 trains the gate alone:
+distribution and adds an entropy term: at this size that made the last loop the worst.) Stage 2 trains the gate alone:
 after a loop it shall say "exit" with a probability that falls with the loop's divergence from the last.
 
 `--loops 1` trains a plain model to compare with: as many parameters, and as many minutes.

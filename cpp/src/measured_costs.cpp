@@ -134,8 +134,8 @@ class TimedSteps {
 
   Manifest const& manifest_;
   std::size_t const depth_;
-  std::unique_ptr<Drafts> drafts_;
   std::unique_ptr<Batch> batch_;
+  std::unique_ptr<Drafts> drafts_;  // may read the batch's K/V: goes first
   std::size_t slot_ = 0;
   double began_ = 0;
   std::int64_t before_ = 0, longest_ = 0, rows_ = 0;

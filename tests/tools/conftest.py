@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,3 +15,17 @@ def _tools_on_path() -> Iterator[None]:
     yield
     for folder in folders:
         sys.path.remove(folder)
+
+
+@pytest.fixture(scope="module")
+def session() -> ModuleType:
+    """The program of a session on a lent GPU."""
+    import gpu_session
+
+    return gpu_session
+
+
+@pytest.fixture(scope="module")
+def plan(session: ModuleType) -> ModuleType:
+    """Its steps."""
+    return sys.modules["gpu_steps"]

@@ -20,18 +20,6 @@ from tide_export.runtime.engine import load, open_engine
 
 
 @pytest.fixture(scope="module")
-def session() -> ModuleType:
-    import gpu_session
-
-    return gpu_session
-
-
-@pytest.fixture(scope="module")
-def plan(session: ModuleType) -> ModuleType:
-    return sys.modules["gpu_steps"]
-
-
-@pytest.fixture(scope="module")
 def carry(session: ModuleType) -> ModuleType:
     import gpu_carry
 

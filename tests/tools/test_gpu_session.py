@@ -16,18 +16,6 @@ from tide_export.cli.options import build_parser
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def session() -> ModuleType:
-    import gpu_session
-
-    return gpu_session
-
-
-@pytest.fixture(scope="module")
-def plan(session: ModuleType) -> ModuleType:
-    return sys.modules["gpu_steps"]
-
-
 @pytest.fixture
 def run(session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs steps in a folder; gives the exit code and the report's results by step."""
