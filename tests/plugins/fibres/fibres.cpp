@@ -80,6 +80,7 @@ constexpr size_t kStack = 8192 + 192;
 #endif
 constexpr uint64_t kCanary = 0x5AFE57AC4B0770Full;  // at a stack's far end
 constexpr size_t kGap = 1024;                        // after each block's shared memory
+constexpr size_t kKept = 64 << 20;                   // of stacks, from one launch to the next
 
 void* scheduler;  // where its stack goes on
 std::vector<Block> blocks;
@@ -153,9 +154,14 @@ void resume(Block& block, unsigned index) {
   if (end != kCanary) report("a stack of a thread of " + name_of(block) + " is too small");
 }
 
+void release(Memory& memory) {
+  if (memory.begin != nullptr) munmap(memory.begin, memory.size);
+  memory = {};
+}
+
 void reserve(Memory& memory, size_t size) {
   if (memory.size >= size) return;
-  if (memory.begin != nullptr) munmap(memory.begin, memory.size);
+  release(memory);
   void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) std::abort();
 #if !defined(__SANITIZE_ADDRESS__)
@@ -268,6 +274,7 @@ void run(const Launch& launch, Code code) {
   shuffle(numbers);
   for (unsigned first = 0; first < launch.blocks && machine.problem.empty(); first += machine.resident)
     run_blocks(&numbers[first], std::min(machine.resident, launch.blocks - first));
+  if (machine.stacks.size > kKept) release(machine.stacks);
 }
 
 void wait(Barrier at) {
