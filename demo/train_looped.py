@@ -7,7 +7,7 @@ by the divergence of their distributions. (The paper, arXiv 2510.25741, weighs a
 distribution and adds an entropy term: at this size that made the last loop the worst.) Stage 2 trains the gate alone:
 after a loop it shall say "exit" with a probability that falls with the loop's divergence from the last.
 
-`--loops 1` trains a plain model to compare with: as many parameters, and as many minutes.
+`--loops 1` trains a plain Llama on the same text to compare with: as many layers, and as many minutes.
 
 The state is saved every few minutes and when a signal stops the run; the same command continues it. Of the files, those
 in calibration/text and 4 % of the others, chosen by their names, are held out.
@@ -30,6 +30,7 @@ from looped_code.configuration_looped import LoopedConfig
 from looped_code.modeling_looped import LoopedForCausalLM
 from tokenizers import Tokenizer
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE / "demo-llama"
@@ -96,24 +97,25 @@ class Training:
 
     def __init__(self, options: argparse.Namespace):
         heads = options.hidden // 64
-        self.config = LoopedConfig(
-            vocab_size=Tokenizer.from_file(str(TOKENIZER / "tokenizer.json")).get_vocab_size(),
-            hidden_size=options.hidden,
-            intermediate_size=3 * options.hidden,
-            num_hidden_layers=options.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // 2),
-            max_position_embeddings=2 * LENGTH,
-            total_ut_steps=options.loops,
-            early_exit_threshold=0.5,
-            gate_width=int(options.loops > 1),
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+        sizes = {
+            "vocab_size": Tokenizer.from_file(str(TOKENIZER / "tokenizer.json")).get_vocab_size(),
+            "hidden_size": options.hidden,
+            "intermediate_size": 3 * options.hidden,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": max(1, heads // 2),
+            "max_position_embeddings": 2 * LENGTH,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        if options.loops > 1:
+            config = LoopedConfig(total_ut_steps=options.loops, early_exit_threshold=0.5, gate_width=1, **sizes)
+            self.model = LoopedForCausalLM._from_config(config, attn_implementation="sdpa")
+        else:
+            self.model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation="sdpa")
         self.options = options
         self.file = Path(f"{options.out}.training.pt")
-        self.model = LoopedForCausalLM._from_config(self.config, attn_implementation="sdpa")
         matrices = [one for one in self.model.model.layers.parameters() if one.dim() == 2]
         others = [one for one in self.model.parameters() if not any(one is matrix for matrix in matrices)]
         muon = torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
@@ -212,15 +214,17 @@ class Training:
         self.model.zero_grad()
 
 
-def by_loop(model: LoopedForCausalLM, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def by_loop(model: LoopedForCausalLM | LlamaForCausalLM, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns, for every loop, each token's loss [T, B, S], gate logits [T - 1, B, S] and states [T, B, S, D].
 
     And each earlier loop's divergence from the last, KL(last || loop), [T - 1, B, S], whose gradient leaves the last as
     it is. In bfloat16 where the CPU multiplies such matrices.
     """
     with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
-        output, loops, gates = model.model(batch[:, :-1])
-        loops = loops or [output.last_hidden_state]
+        if isinstance(model, LoopedForCausalLM):
+            _, loops, gates = model.model(batch[:, :-1])
+        else:
+            loops, gates = [model.model(batch[:, :-1]).last_hidden_state], []
         logits = [model.lm_head(states).float() for states in loops]
     found = [F.log_softmax(each, -1) for each in logits]
     losses = [-each.gather(-1, batch[:, 1:, None])[..., 0] for each in found]
@@ -243,10 +247,11 @@ def mean_loops(shares: torch.Tensor) -> float:
     return float((shares.flatten(1).mean(1) * torch.arange(1, len(shares) + 1)).sum())
 
 
-def save_model(model: LoopedForCausalLM, folder: Path) -> None:
+def save_model(model: LoopedForCausalLM | LlamaForCausalLM, folder: Path) -> None:
     """Writes the model, rounded to bfloat16, its code and its tokenizer into `folder`."""
-    LoopedConfig.register_for_auto_class()
-    LoopedForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    if isinstance(model, LoopedForCausalLM):
+        LoopedConfig.register_for_auto_class()
+        LoopedForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     model.bfloat16().save_pretrained(folder)
     model.float()
     for name in ("tokenizer.json", "tokenizer_config.json"):

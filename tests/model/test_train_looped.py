@@ -10,6 +10,7 @@ import pytest
 import torch
 from looped_models import LAYERS, LOOPS, full_tokens, gated_tokens, own_code, reference
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tide_export.pipeline.flow import export
 from tide_export.runtime.engine import load
@@ -79,7 +80,7 @@ def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     check_bundle(tmp_path / "stopped", tmp_path / "bundle")
     run(tmp_path / "plain", monkeypatch, loops=1)
     assert "loop 1: loss" in capsys.readouterr().out
-    assert not [name for name in load_file(tmp_path / "plain" / "model.safetensors") if "early_exit_gate" in name]
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")) is LlamaForCausalLM
 
 
 def test_the_model_of_the_demo(tmp_path: Path) -> None:
