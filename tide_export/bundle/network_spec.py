@@ -77,7 +77,7 @@ class NetworkSpec:
         """
         for kind, expected, actual in (("input", self.inputs, inputs), ("output", self.outputs, outputs)):
             for name in sorted(expected.keys() - actual.keys()):
-                raise BundleError(f"'{where}' has no {kind} {name}, which its manifest calls for")
+                raise BundleError(f"'{where}' has no {kind} {name}, which its manifest calls for: export it again")
             for name in sorted(actual.keys() - expected.keys()):
                 raise BundleError(f"'{where}' has the {kind} {name}, which its manifest does not know")
             for name, tensor in sorted(expected.items()):

@@ -22,6 +22,7 @@ from tide_export.pipeline.preflight import check_source, for_model, given_router
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.pipeline.weights import choose_weights, explain_weights, prepare_weights
 from tide_export.plans.build import build_plans
+from tide_export.plans.compare import check_fp8_plans
 from tide_export.routers.model_gate import MODEL_GATE, gate_routers
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
@@ -49,6 +50,7 @@ def export(request: ExportRequest) -> Path:
         if request.validate:
             with stage("checking the graph against the model"):
                 check_export(folder, manifest, references)
+                check_fp8_plans(folder, request.plugin_library)
         auto = measure_auto(folder, manifest, request.config.epsilon, request.config.perplexity_epsilon)
         keep_if_it_pays(folder, write_manifest(folder, replace(manifest, auto=auto), manifest.files), request)
     return Path(request.output)

@@ -16,6 +16,7 @@ from tide_export.bundle.profiles import check_batch_size, with_batch_size
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.errors import BuildError
 from tide_export.plans.build import build_plans, require_builder
+from tide_export.plans.compare import check_fp8_plans
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.plugins import plugins_to_build_with
 
@@ -38,7 +39,7 @@ def rebuild(
     Raises:
         BundleError: the path is not a bundle, is damaged, or another process is writing it.
         BuildError: the bundle holds no segment networks for TensorRT, they take one sequence and `batch_size` is above
-            1, or a plan could not be built; the bundle is unchanged.
+            1, or a plan could not be built or is wrong; the bundle is unchanged.
         ProviderError: the library is not installed, or the plugin library is missing or does not fit.
         ConfigError: plugins are given for tensorrt-rtx, which takes none, or the batch size is invalid.
     """
@@ -75,6 +76,7 @@ def rebuild(
         others = [entry for entry in manifest.targets if entry not in FLAVOURS]
         plans = build_plans(folder, manifest, flavour, library)
         write_manifest(folder, replace(manifest, targets=(*others, name), engines=plans))
+        check_fp8_plans(folder, library)
     return open_bundle(opened.path, verify=False)
 
 

@@ -138,7 +138,7 @@ void NetworkSpec::check(std::vector<Tensor> const& actual, std::string const& pa
     }
     for (auto const& [name, tensor] : expected) {
       if (present.count(name) == 0) {
-        throw BundleError("'" + path + "' has no " + kind + name + ", which its manifest calls for");
+        throw BundleError("'" + path + "' has no " + kind + name + ", which its manifest calls for: export it again");
       }
     }
     for (auto const& [name, tensor] : present) {

@@ -6,6 +6,7 @@ import shutil
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from ctypes import byref, c_int, c_void_p
 from dataclasses import replace
 from enum import Enum
@@ -29,7 +30,8 @@ from tide_export.bundle.plan_fields import NetworksInfo, PlansInfo, PluginsInfo,
 from tide_export.bundle.profiles import profiles_for, run_sizes
 from tide_export.bundle.store import write_manifest
 from tide_export.common.version import __version__
-from tide_export.errors import GenerationError, ProviderError
+from tide_export.errors import BuildError, GenerationError, ProviderError
+from tide_export.plans import compare
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.runtime.tensorrt import cudart as calls
@@ -339,6 +341,49 @@ def test_copies_that_the_builder_reported_are_told_again(built: Path, caplog: py
     load(built, provider="tensorrt", verify=False)
     sentence = "TensorRT copies buffers that segment_01 is to update in place: 8192 bytes in a run over one sequence"
     assert sentence in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("wrongly", "says"),
+    [
+        (lambda logits: logits * 1.01, None),  # as much as FP8 changes
+        (lambda logits: logits * 1.5, r"off by \d"),
+        (lambda logits: logits * np.nan, "off by nan"),
+    ],
+    ids=["as FP8 is", "wrong", "not finite"],
+)
+def test_plans_in_fp8_are_compared_with_the_graph(
+    built: Path, library: Library, monkeypatch: pytest.MonkeyPatch, wrongly: Callable[[Any], Any], says: str | None
+) -> None:
+    def spoil(run: Any, tensors: Any) -> None:
+        if "logits" in tensors:
+            logits = tensors["logits"]
+            logits[...] = wrongly(logits)
+
+    library.networks.after = spoil
+    monkeypatch.setattr(compare, "compute_capability", lambda: (8, 9))
+    compare.check_fp8_plans(built, None)  # not FP8
+    assert not library.networks.runs
+    manifest = open_bundle(built).manifest
+    write_manifest(built, replace(manifest, networks=replace(manifest.networks, matrices="fp8")))
+    with nullcontext() if says is None else pytest.raises(BuildError, match=f"TensorRT 11.1 computes wrongly.*{says}"):
+        compare.check_fp8_plans(built, None)
+    assert library.networks.runs
+
+
+def test_plans_in_fp8_that_no_gpu_here_runs_are_not_compared(
+    built: Path, library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = open_bundle(built).manifest
+    write_manifest(built, replace(manifest, networks=replace(manifest.networks, matrices="fp8")))
+    for here in (None, (9, 0)):
+        monkeypatch.setattr(compare, "compute_capability", lambda here=here: here)
+        compare.check_fp8_plans(built, None)
+        assert caplog.messages.pop() == (
+            "the FP8 plans are not compared with the model, as no GPU here runs them; to do so: validate --provider "
+            "tensorrt"
+        )
+    assert not library.networks.runs
 
 
 def requests_of_a_trace(thresholds: list[float]) -> list[tuple[list[int], dict[str, Any]]]:
