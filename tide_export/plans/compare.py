@@ -48,7 +48,7 @@ def check_fp8_plans(folder: Path, plugins: PluginLibrary | None) -> None:
     length = min(PROMPT_TOKENS + NEW_TOKENS, networks.capacity)
     text = np.arange(1, length + 1) * 7919 % bundle.manifest.model.vocab_size
     expected = _logits(open_engine(bundle, "cpu"), text)
-    found = _logits(open_engine(bundle, plans.flavour, plugins=plugins and plugins.path), text)
+    found = _logits(open_engine(bundle, plans.flavour, plugins=None if plugins is None else plugins.path), text)
     error, largest = float(np.abs(found - expected).max()), float(np.abs(expected).max())
     if not error <= LARGEST_ERROR * largest:  # NaN, too
         raise BuildError(
