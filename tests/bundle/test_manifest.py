@@ -242,19 +242,6 @@ def test_a_wrong_field_is_named(tmp_path: Path, keys: tuple, value: object, mess
     assert str(path / "tide.json") in str(error.value)
 
 
-def test_earlier_bundles_with_exact_kv_are_read_and_propagated_ones_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "b")
-    written = open_bundle(path).manifest
-    assert "kv_cache_strategy" not in written.to_json()
-    edit(path, "kv_cache_strategy", value="exact")
-    assert open_bundle(path).manifest == written
-    edit(path, "kv_cache_strategy", value="propagate")
-    with pytest.raises(
-        BundleError, match=r"exact K/V change .* as fast; export again \(`tide-export export MODEL -o NEW"
-    ):
-        open_bundle(path)
-
-
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"schema": NaN}'])
 def test_a_broken_manifest_is_one_sentence(tmp_path: Path, text: bytes) -> None:
     path = write(tmp_path / "b")

@@ -19,8 +19,7 @@ LORA = LoraInfo(4, (LoraTarget("layers.0.q", (0, 2), 8, 8), LoraTarget("layers.1
 
 
 def manifests() -> list[dict[str, Any]]:
-    """One of each kind: plain, quantized, with networks and engines, a drafter, recurrent states, room for adapters;
-    and an earlier release's."""
+    """One of each kind: plain, quantized, with networks and engines, a drafter, recurrent states, room for adapters."""
     plain = make_manifest()
     parts = [*(segment_name(k) for k in range(len(plain.segment_sizes))), *AFTER_SEGMENTS]
     networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8, "int4", EmbeddingInfo(2, 1, True))
@@ -58,8 +57,7 @@ def manifests() -> list[dict[str, Any]]:
         every = [*files, *(drafts if kind.drafter else ())]
         return {name: FileInfo(4 if name == EMBEDDING_FILE else 5, "0" * 64) for name in every}
 
-    written = [json.loads(replace(kind, files=files_of(kind)).to_json()) for kind in kinds]
-    return [*written, written[0] | {"kv_cache_strategy": "exact"}]
+    return [json.loads(replace(kind, files=files_of(kind)).to_json()) for kind in kinds]
 
 
 VALID = json.dumps(manifests()[0])
@@ -69,11 +67,6 @@ INVALID = "tide.json' is not valid JSON: export the bundle again or copy it anew
 def _with(text: str, value: str) -> str:
     """The valid manifest with `value`, any text, as its field `created`; `text` names the field."""
     return VALID.replace('"2026-01-01T00:00:00+00:00"', value).replace('"created"', f'"{text}"')
-
-
-def _earlier(strategy: object) -> str:
-    """The valid manifest with the field that earlier releases wrote."""
-    return json.dumps(json.loads(VALID) | {"kv_cache_strategy": strategy})
 
 
 # What fell, and where parsers differ: text, and the part of the sentence that refuses it (None: it is accepted).
@@ -123,19 +116,6 @@ TEXTS: dict[str, tuple[bytes, str | None]] = {
             VALID.replace('"shape": [1, "S"]', '"shape": [1, 2.5]'),
             "field 'inputs.0.shape.1' must be a whole number, not 2.5",
         ),
-        "exact K/V": (_earlier("exact"), None),
-        "propagated K/V": (
-            _earlier("propagate"),
-            "is of a bundle that propagates K/V (kv_cache_strategy propagate), which tide_export no longer does: "
-            "exact K/V change 2 to 5 points fewer tokens and are as fast; export again (`tide-export "
-            "export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers)",
-        ),
-        "propagated K/V, all else missing": (
-            '{"schema": "tide_export.bundle/11", "kv_cache_strategy": "propagate"}',
-            "is of a bundle that propagates K/V",
-        ),
-        "other K/V": (_earlier("some"), "field 'kv_cache_strategy' must be exact"),
-        "K/V of no strategy": (_earlier(None), "field 'kv_cache_strategy' must be exact"),
         "more logits than tokens": (
             json.dumps(manifests()[2]).replace('"max_logits": 8', '"max_logits": 33'),
             "field 'networks.max_logits' must be at most max_tokens",

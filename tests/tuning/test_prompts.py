@@ -166,20 +166,6 @@ def test_nothing_left_is_said_so(draw):
         draw(texts, {"document_hashes": [name(text) for text in texts[1:]]})
 
 
-def test_an_older_record_recognises_its_own_dataset(draw, sources, caplog):
-    texts = [document(number) for number in range(8)]
-    digest = hashlib.sha256(b"".join(text.encode() + b"\0" for text in texts[:5])).hexdigest()
-    record = {"dataset_sha256": digest, "documents": 5}
-    drawn = draw(texts, record)
-    assert sorted(sources(drawn.path + drawn.calibration)) == [5, 6, 7]
-    assert drawn.seen == 5
-    assert "older release" in caplog.text
-    assert sorted(sources((two := draw(texts, record, count=2)).path + two.calibration)) == [5, 6]
-    with pytest.raises(TuneError, match="5 seen by the routers"):
-        draw(texts[:5], record)
-    assert draw(texts[1:], record).seen == 0  # another beginning: it cannot know
-
-
 @pytest.mark.parametrize("record", [None, {}])
 def test_routers_from_elsewhere_are_warned_about(draw, caplog, record):
     assert draw([document(number) for number in range(3)], record).overlap == "no"

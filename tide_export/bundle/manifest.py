@@ -44,7 +44,6 @@ SCALE_BYTES = 4  # after the numbers of a token's keys or values of a head in in
 CUDA = "cuda"  # segment networks for ONNX Runtime's CUDA provider
 FLAVOURS = ("tensorrt", "tensorrt-rtx")  # segment networks for these, and engines
 TARGETS = ("onnxruntime", CUDA, *FLAVOURS)
-EXPORT_AGAIN = "export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers)"
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
 OMITTED = (
@@ -212,10 +211,10 @@ class Manifest:
             raise BundleError(f"{source} is not the manifest of a bundle: it has no field 'schema'")
         if schema != SCHEMA:
             raise BundleError(
-                f"{source} has schema '{shown_name(schema)}' but this release reads '{SCHEMA}': "
-                f"{EXPORT_AGAIN}, or use the tide_export release that wrote it"
+                f"{source} has schema '{shown_name(schema)}' but this release reads '{SCHEMA}': export again "
+                "(`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers), or use the "
+                "tide_export release that wrote it"
             )
-        _take_strategy(data, source)
         manifest = parse_object(cls, data, source, omitted=OMITTED)
         _check(manifest, source)
         return manifest
@@ -225,22 +224,6 @@ def check_size(size: int, source: str) -> None:
     """Refuses a manifest of more than MAX_BYTES bytes, with BundleError."""
     if size > MAX_BYTES:
         raise BundleError(f"{source} is too large: a manifest has at most {MAX_BYTES} bytes")
-
-
-def _take_strategy(data: dict[str, Any], source: str) -> None:
-    """Removes the field `kv_cache_strategy` of earlier bundles.
-
-    Raises:
-        BundleError: the K/V of skipped layers are not exact.
-    """
-    strategy = data.pop("kv_cache_strategy", "exact")
-    if strategy == "propagate":
-        raise BundleError(
-            f"{source} is of a bundle that propagates K/V (kv_cache_strategy propagate), which tide_export no longer "
-            "does: exact K/V change 2 to 5 points fewer tokens and are as fast; " + EXPORT_AGAIN
-        )
-    if strategy != "exact":
-        raise BundleError(f"{source}: field 'kv_cache_strategy' must be exact")
 
 
 def _check(manifest: Manifest, source: str) -> None:

@@ -33,7 +33,7 @@ class Prompts:
         seen, duplicates, short: documents omitted because the routers saw them, they were repeated, or they have fewer
             than L tokens.
         dataset_sha256: checksum over the documents read (`Documents.sha256`).
-        overlap: how documents that the routers saw were recognised: "per document", "beginning of the dataset" or "no".
+        overlap: how documents that the routers saw were recognised: "per document" or "no".
     """
 
     path: list[list[int]]
@@ -49,24 +49,22 @@ class Prompts:
     overlap: str
 
 
-class SeenDocuments:
-    """Lists the documents that the routers were fitted on, from the bundle's calibration record."""
+def seen_documents(calibration: Mapping[str, Any] | None) -> frozenset[str] | None:
+    """Returns the hashes of the documents that the routers were fitted on; None: their record has none.
 
-    def __init__(self, calibration: Mapping[str, Any] | None) -> None:
-        record = calibration or {}
-        hashes = record.get("document_hashes")
-        if hashes is not None and not (isinstance(hashes, list) and all(isinstance(entry, str) for entry in hashes)):
-            raise BundleError("field 'calibration.document_hashes' of the bundle must be a list of strings")
-        self.hashes = None if hashes is None else frozenset(hashes)
-        digest, documents = record.get("dataset_sha256"), record.get("documents")
-        self.digest = digest if isinstance(digest, str) and self.hashes is None else None
-        self.documents = documents if isinstance(documents, int) and self.digest else 0
-
-    @property
-    def overlap(self) -> str:
-        if self.hashes is not None:
-            return "per document"
-        return "beginning of the dataset" if self.digest else "no"
+    Raises:
+        BundleError: the record is damaged.
+    """
+    hashes = (calibration or {}).get("document_hashes")
+    if hashes is None:
+        logger.warning(
+            "the routers have no calibration record of their documents, so make sure yourself that they were not "
+            "fitted on this text"
+        )
+        return None
+    if not (isinstance(hashes, list) and all(isinstance(entry, str) for entry in hashes)):
+        raise BundleError("field 'calibration.document_hashes' of the bundle must be a list of strings")
+    return frozenset(hashes)
 
 
 def draw_prompts(
@@ -93,8 +91,7 @@ def draw_prompts(
         TuneError: fewer than two documents are usable; says why.
     """
     random = np.random.default_rng(seed)
-    seen = SeenDocuments(calibration)
-    _warn_about_overlap(seen, calibration)
+    seen = seen_documents(calibration)
     documents = Documents(dataset)
     previous: set[str] = set()
     names: list[str] = []  # hashes of the usable documents
@@ -102,7 +99,7 @@ def draw_prompts(
     omitted = {"seen": 0, "duplicates": 0, "short": 0}
     for text in documents:
         name = document_hash(text)
-        if seen.hashes is not None and name in seen.hashes:
+        if seen is not None and name in seen:
             omitted["seen"] += 1
         elif name in previous:
             omitted["duplicates"] += 1
@@ -112,11 +109,7 @@ def draw_prompts(
         else:
             omitted["short"] += 1
         previous.add(name)
-        if documents.sha256 == seen.digest:  # an older record: calibration stopped reading here
-            omitted = {"seen": documents.count, "duplicates": 0, "short": 0}
-            names.clear()
-            usable.clear()
-        if len(usable) >= count and documents.count >= seen.documents:
+        if len(usable) >= count:
             break
     _require_two(dataset, documents.count, len(usable), omitted, length)
 
@@ -131,7 +124,7 @@ def draw_prompts(
         document_hashes=[names[number] for number in order],
         document_prompts=[len(taken[number]) for number in order],
         dataset_sha256=documents.sha256,
-        overlap=seen.overlap,
+        overlap="no" if seen is None else "per document",
         **omitted,
     )
 
@@ -165,18 +158,6 @@ def _round_robin(usable: Sequence[Sequence[list[int]]], count: int) -> list[list
                 chosen.append(prompts[turn])
                 remaining -= 1
     return taken
-
-
-def _warn_about_overlap(seen: SeenDocuments, calibration: Mapping[str, Any] | None) -> None:
-    if seen.overlap == "per document":
-        return
-    what = (
-        "the routers' record is of an older release without the hashes of their documents: only a dataset that begins "
-        "with all of them is recognised"
-        if calibration
-        else "the routers have no calibration record"
-    )
-    logger.warning("%s, so make sure yourself that they were not fitted on this text", what)
 
 
 def _require_two(dataset: str, read: int, usable: int, omitted: Mapping[str, int], length: int) -> None:

@@ -15,9 +15,6 @@ namespace {
 
 constexpr char const* kSchema = "tide_export.bundle/11";
 
-constexpr char const* kExportAgain =
-    "export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers)";
-
 // Whether a file's name is a path that stays inside the bundle, without control characters.
 bool is_inside(std::string const& name) {
   if (name.empty() || name == "." || name == kManifestFile || name[0] == '/') return false;
@@ -77,12 +74,10 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   }
   if (std::string const& schema = named->second.text; schema != kSchema) {
     throw BundleError(source + " has schema '" + shown_name(schema) + "' but this release reads '" + kSchema +
-                      "': " + kExportAgain + ", or use the tide_export release that wrote it");
+                      "': export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its "
+                      "routers), or use the tide_export release that wrote it");
   }
   Field const field(*data, source, "");
-  if (auto const strategy = field.find("kv_cache_strategy")) {  // of earlier bundles: how skipped layers get K/V
-    strategy->require(strategy->text() == "exact", std::string("must be exact: ") + kExportAgain);
-  }
   Manifest manifest;
   manifest.model = model_of(field["model"]);
   manifest.checkpoints = checkpoints_of(field["checkpoints"], manifest.model.num_layers);
