@@ -3,7 +3,7 @@
 import pytest
 
 from tide_export.errors import GenerationError
-from tide_export.thresholds.resolve import NEVER_EXIT, resolve_thresholds
+from tide_export.thresholds.resolve import NEVER_EXIT, check_mode, resolve_thresholds
 
 POINTS = [4, 8, 12]
 
@@ -27,12 +27,6 @@ def test_min_layers_is_a_count_of_layers() -> None:
 
 def test_off_is_above_every_score() -> None:
     assert NEVER_EXIT > 1.0
-
-
-def test_full_turns_every_checkpoint_off_but_still_checks() -> None:
-    assert resolve_thresholds(POINTS, 0.0, mode="full") == [NEVER_EXIT, NEVER_EXIT, NEVER_EXIT]
-    with pytest.raises(GenerationError, match="must lie in"):
-        resolve_thresholds(POINTS, 1.5, mode="full")
 
 
 def test_a_model_without_checkpoints_has_no_thresholds() -> None:
@@ -61,4 +55,4 @@ def test_min_layers_out_of_range_is_refused(layers: object) -> None:
 @pytest.mark.parametrize("mode", ["draft", "", "Full"])
 def test_unknown_modes_are_refused(mode: str) -> None:
     with pytest.raises(GenerationError, match="mode must be"):
-        resolve_thresholds(POINTS, 0.5, mode=mode)
+        check_mode(mode)

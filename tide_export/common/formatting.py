@@ -9,7 +9,7 @@ def attributes(instance: object, *names: str) -> dict[str, Any]:
     return {name: getattr(instance, name) for name in names}
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1, indent: str = "  ") -> str:
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
     """Returns a table with a line under its headers; columns after the first `left` are right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
@@ -17,9 +17,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], left: int = 
     def line(row: Sequence[str]) -> str:
         aligned = [str.ljust] * left + [str.rjust] * (len(row) - left)
         padded = [align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)]
-        return indent + "  ".join(padded).rstrip()
+        return "  " + "  ".join(padded).rstrip()
 
-    return "\n".join([line(headers), indent + "  ".join("-" * width for width in widths), *map(line, cells)])
+    return "\n".join([line(headers), "  " + "  ".join("-" * width for width in widths), *map(line, cells)])
 
 
 def size(count: int) -> str:

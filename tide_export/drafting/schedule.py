@@ -118,7 +118,7 @@ def rate(step: int, progress: float) -> float:
     return min(1.0, (step + 1) / WARM_UP) * falling
 
 
-def expected_speed(acceptance: Sequence[float], verify_costs: Sequence[float], draft_cost: float = DRAFT_COST) -> float:
+def expected_speed(acceptance: Sequence[float], verify_costs: Sequence[float]) -> float:
     """Returns the expected speed over full depth at the best fixed number of drafts, at least 1.
 
     A runtime that stops drafting when it is not confident is faster, and never slower than 1.
@@ -126,13 +126,12 @@ def expected_speed(acceptance: Sequence[float], verify_costs: Sequence[float], d
     Args:
         acceptance: share accepted of draft 1, 2, ... whose predecessors were accepted; later drafts have the last.
         verify_costs: additional cost of verifying `VERIFIED` drafts, in steps.
-        draft_cost: cost of a draft, in steps.
     """
     speeds, tokens, chance = list[float](), 1.0, 1.0
     for drafts in range(1, MAX_DRAFTS + 1):
         chance *= acceptance[min(drafts, len(acceptance)) - 1]
         tokens += chance
-        speeds.append(tokens / (1 + float(np.interp(drafts, VERIFIED, verify_costs)) + draft_cost * drafts))
+        speeds.append(tokens / (1 + float(np.interp(drafts, VERIFIED, verify_costs)) + DRAFT_COST * drafts))
     return max(speeds)
 
 

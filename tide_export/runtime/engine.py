@@ -91,22 +91,16 @@ def open_engine(
         graphs: a folder with files of the names of the bundle's networks, which replace them; provider "cpu".
     """
     handle = open_library_engine(bundle, provider, threads, verify, plugins, device, graphs, adapters)
-    return Engine(bundle, handle, adapters=tuple(adapters or ()))
+    return Engine(bundle, handle, tuple(adapters or ()))
 
 
 class Engine:
     """Runs a loaded bundle; safe to use from several threads."""
 
-    def __init__(
-        self, bundle: Bundle, handle: Owned, drafting: Drafting | None = None, adapters: tuple[str, ...] = ()
-    ) -> None:
-        """Wraps the tide_engine that `open_engine` creates.
-
-        Args:
-            drafting: replaces the bundle's.
-            adapters: names of those that it was loaded with.
-        """
-        self.bundle, self._handle, self._drafting, self.adapters = bundle, handle, drafting, adapters
+    def __init__(self, bundle: Bundle, handle: Owned, adapters: tuple[str, ...] = ()) -> None:
+        """Wraps the tide_engine that `open_engine` creates, with the names of its adapters."""
+        self.bundle, self._handle, self.adapters = bundle, handle, adapters
+        self._drafting: Drafting | None = None  # in place of the bundle's
         self.provider: str = library().tide_provider(handle).decode()
         self.max_batch_size: int = library().tide_max_batch_size(handle)
 

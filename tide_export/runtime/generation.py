@@ -55,28 +55,6 @@ class Generation:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-class Snapshot(NamedTuple):
-    """A generation that may not have ended."""
-
-    tokens: list[int]
-    stats: ExitStats
-    finish_reason: FinishReason | None
-    logprobs: list[TokenLogprobs]
-    text: str | None
-
-
-def take_snapshot(handle: Owned) -> Snapshot:
-    """Reads a tide_generation, except its states and the prompt's log-probabilities, which may be large."""
-    functions, count = library(), c_size_t()
-    ids = functions.tide_generation_tokens(handle, ctypes.byref(count))
-    tokens = list((c_int64 * count.value).from_address(ids)) if count.value else []
-    stats, reason = read_stats(handle), read_finish_reason(handle)
-    address = functions.tide_generation_text(handle, ctypes.byref(count))
-    text = None if address is None else text_at(address, count.value)
-    logprobs = _logprobs(functions.tide_generation_logprobs, handle)
-    return Snapshot(tokens, stats, reason, logprobs, text)
-
-
 def read_stats(handle: Owned) -> ExitStats:
     """Reads the statistics of a tide_generation."""
     return ExitStats.from_dict(json.loads(library().tide_generation_stats(handle)))
@@ -88,6 +66,18 @@ def read_finish_reason(handle: Owned) -> FinishReason | None:
     return cast(FinishReason, reason.decode()) if reason else None
 
 
+def read_text(handle: Owned) -> str | None:
+    """Reads the text of a tide_generation; None: the library decodes none."""
+    count = c_size_t()
+    address = library().tide_generation_text(handle, ctypes.byref(count))
+    return None if address is None else text_at(address, count.value)
+
+
+def read_logprobs(handle: Owned) -> list[TokenLogprobs]:
+    """Reads the log-probabilities of the tokens of a tide_generation."""
+    return _logprobs(library().tide_generation_logprobs, handle)
+
+
 def finished(handle: Owned, mode: str, text: str | None, logprobs: bool, prompt_logprobs: bool) -> Generation:
     """Reads all of a tide_generation that has ended.
 
@@ -96,18 +86,19 @@ def finished(handle: Owned, mode: str, text: str | None, logprobs: bool, prompt_
         text: the text of its tokens.
         logprobs, prompt_logprobs: whether they were requested.
     """
-    snapshot, count, states = take_snapshot(handle), c_size_t(), None
+    count, stats, reason, states = c_size_t(), read_stats(handle), read_finish_reason(handle), None
+    address = library().tide_generation_tokens(handle, ctypes.byref(count))
+    tokens = list((c_int64 * count.value).from_address(address)) if count.value else []
     address = library().tide_generation_states(handle, ctypes.byref(count))
     if count.value:
-        tokens = len(snapshot.tokens)
-        rows = tokens if mode == "exit" else snapshot.stats.prompt_tokens + tokens - 1
+        rows = len(tokens) if mode == "exit" else stats.prompt_tokens + len(tokens) - 1
         states = np.array((c_float * count.value).from_address(address), np.float32).reshape(rows, -1)
-    assert snapshot.finish_reason is not None
+    assert reason is not None
     return Generation(
-        snapshot.tokens,
-        snapshot.stats,
-        snapshot.finish_reason,
-        snapshot.logprobs if logprobs else None,
+        tokens,
+        stats,
+        reason,
+        read_logprobs(handle) if logprobs else None,
         text,
         states,
         read_prompt_logprobs(handle) if prompt_logprobs else None,

@@ -7,10 +7,12 @@ from ctypes import c_int64, c_size_t
 from tide_export.runtime.generation import (
     FinishReason,
     Generation,
-    Snapshot,
     TokenLogprobs,
     finished,
-    take_snapshot,
+    read_finish_reason,
+    read_logprobs,
+    read_stats,
+    read_text,
 )
 from tide_export.runtime.hooks import Hooks
 from tide_export.runtime.native import ENDED, Owned, created, error_of, library
@@ -57,7 +59,7 @@ class TokenStream(Iterator[int]):
     @property
     def stats(self) -> ExitStats:
         """Statistics of the tokens so far, in lossless mode a few more than were returned."""
-        return self._snapshot().stats
+        return read_stats(self._so_far())
 
     @property
     def text(self) -> str | None:
@@ -67,17 +69,17 @@ class TokenStream(Iterator[int]):
         """
         if self._late is not None:
             return self._late.of(self._made, self._ended)
-        return self._snapshot().text
+        return read_text(self._so_far())
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of the tokens returned so far; None: not requested."""
-        return self._snapshot().logprobs[: len(self.tokens)] if self._with_logprobs else None
+        return read_logprobs(self._so_far())[: len(self.tokens)] if self._with_logprobs else None
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the generation ended; None until then."""
-        return self._snapshot().finish_reason if self._ended and len(self.tokens) == len(self._made) else None
+        return read_finish_reason(self._so_far()) if self._ended and len(self.tokens) == len(self._made) else None
 
     def __next__(self) -> int:
         while len(self.tokens) == len(self._made):
@@ -103,9 +105,6 @@ class TokenStream(Iterator[int]):
             raise error_of(status) if self._hooks is None else self._hooks.error_of(status)
         self._made[made : made + count.value] = ids[: count.value]
         self._ended = status == ENDED
-
-    def _snapshot(self) -> Snapshot:
-        return take_snapshot(self._so_far())
 
     def _so_far(self) -> Owned:
         return created("token_stream_so_far", self._handle)

@@ -1,4 +1,4 @@
-"""Resolves mode, threshold and min_layers to one threshold per checkpoint, the input of the graph.
+"""Resolves threshold and min_layers to one threshold per checkpoint, the input of the graph.
 
 `validate`, the oracle and `inspect` use it without an engine; the library does the same for every generation.
 """
@@ -15,10 +15,7 @@ ALWAYS_EXIT = -1.0  # below every score
 
 
 def resolve_thresholds(
-    checkpoints: Sequence[int],
-    threshold: float | Sequence[float],
-    min_layers: int = 0,
-    mode: str = "exit",
+    checkpoints: Sequence[int], threshold: float | Sequence[float], min_layers: int = 0
 ) -> list[float]:
     """Returns one threshold per checkpoint.
 
@@ -26,13 +23,10 @@ def resolve_thresholds(
         checkpoints: layers before each checkpoint, ascending, e.g. `[4, 8, 12]`.
         threshold: one value in [0, 1] for all, or one per checkpoint.
         min_layers: checkpoints after fewer layers never exit.
-        mode: `"full"` turns every checkpoint off; `"exit"` and `"lossless"` use the thresholds.
 
     Raises:
-        GenerationError: a threshold is outside [0, 1], their number is wrong, min_layers is negative, or the mode is
-            unknown.
+        GenerationError: a threshold is outside [0, 1], their number is wrong, or min_layers is negative.
     """
-    check_mode(mode)
     whole_number("min_layers", min_layers, minimum=0)
     values = [threshold] * len(checkpoints) if isinstance(threshold, int | float) else list(threshold)
     if len(values) != len(checkpoints):
@@ -42,8 +36,6 @@ def resolve_thresholds(
         )
     for value in values:
         check_threshold(value)
-    if mode == "full":
-        return [NEVER_EXIT] * len(checkpoints)
     return [  # NEVER_EXIT instead of MAX_THRESHOLD, so that no score is computed
         float(value) if layers >= min_layers and value < MAX_THRESHOLD else NEVER_EXIT
         for layers, value in zip(checkpoints, values, strict=True)
