@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tide_export.common.files import TEMPORARY, failure, fsync
-from tide_export.errors import AdaptError, first_line
+from tide_export.errors import AdaptError, TideError, first_line
 
 SNAPSHOT_FILE = "training.pt"
 
@@ -21,10 +21,12 @@ class Snapshot:
 
     Attributes:
         settings: must equal those in the snapshot for a run to resume from it.
+        error: what a failure raises.
     """
 
     folder: Path
     settings: dict[str, Any]
+    error: type[TideError] = AdaptError
 
     @property
     def file(self) -> Path:
@@ -34,7 +36,7 @@ class Snapshot:
         """Replaces the snapshot.
 
         Raises:
-            AdaptError: the file cannot be written; the previous one is kept.
+            error: the file cannot be written; the previous one is kept.
         """
         temporary = self.folder / f"{SNAPSHOT_FILE}.{TEMPORARY}"
         try:
@@ -45,13 +47,13 @@ class Snapshot:
             fsync(self.folder)
         except (OSError, RuntimeError) as error:  # PyTorch's writer raises RuntimeError on a full disk
             temporary.unlink(missing_ok=True)
-            raise AdaptError(f"cannot save the training to {self.file}: {failure(error, self.folder)}") from error
+            raise self.error(f"cannot save the training to {self.file}: {failure(error, self.folder)}") from error
 
     def load(self) -> dict[str, Any] | None:
         """Returns the snapshot, or None if there is none.
 
         Raises:
-            AdaptError: the file cannot be read, or other settings wrote it.
+            error: the file cannot be read, or other settings wrote it.
         """
         if not self.file.exists():
             return None
@@ -59,13 +61,8 @@ class Snapshot:
             snapshot = torch.load(self.file, map_location="cpu", weights_only=True)
             written = snapshot["settings"]
         except Exception as error:  # zipfile, pickle and PyTorch raise many types
-            raise AdaptError(f"{self.file} is damaged ({first_line(error)}): delete it to begin anew") from error
-        for name, value in self.settings.items():
-            if written.get(name) != value:
-                raise AdaptError(
-                    f"{self.file} is of a training with {name} {written.get(name)!r}, not {value!r}: give the same "
-                    "settings to continue it, or delete it to begin anew"
-                )
+            raise self.error(f"{self.file} is damaged ({first_line(error)}): delete it to begin anew") from error
+        require_same(str(self.file), written, self.settings, self.error)
         return snapshot
 
     def remove(self) -> None:
@@ -73,3 +70,13 @@ class Snapshot:
         self.file.unlink(missing_ok=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
+
+
+def require_same(what: str, written: dict[str, Any], settings: dict[str, Any], error: type[TideError]) -> None:
+    """Raises `error` where `what`, of a training with the settings `written`, cannot continue one with `settings`."""
+    for name, value in settings.items():
+        if written.get(name) != value:
+            raise error(
+                f"{what} is of a training with {name} {written.get(name)!r}, not {value!r}: give the same settings to "
+                "continue it, or delete it to begin anew"
+            )

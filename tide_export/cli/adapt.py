@@ -4,7 +4,7 @@ import argparse
 import json
 from argparse import Namespace
 
-from tide_export.cli.fields import field_option
+from tide_export.cli.fields import field_option, given
 
 
 def add_adapt_options(parser: argparse.ArgumentParser, config: bool) -> None:
@@ -29,14 +29,8 @@ def run_adapt(options: Namespace) -> int:
     from tide_export.adaptation.config import AdaptConfig
     from tide_export.adaptation.flow import adapt
 
-    given = {name: value for name, value in vars(options).items() if name in AdaptConfig.model_fields}
-    report = adapt(
-        options.model,
-        options.output,
-        AdaptConfig.from_options(**given),
-        cache=options.cache,
-        trust_remote_code=bool(options.trust_remote_code),
-    )
+    settings = {name: value for name, value in vars(options).items() if name in AdaptConfig.model_fields}
+    report = adapt(**given(options, adapt), config=AdaptConfig.from_options(**settings))
     if report is not None:  # the main one of several processes
         print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
     return 0

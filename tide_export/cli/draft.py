@@ -4,7 +4,7 @@ import argparse
 import json
 from argparse import Namespace
 
-from tide_export.cli.fields import field_option
+from tide_export.cli.fields import field_option, given
 
 
 def add_draft_options(parser: argparse.ArgumentParser, config: bool) -> None:
@@ -34,14 +34,8 @@ def run_draft(options: Namespace) -> int:
     from tide_export.drafting.config import DraftConfig
     from tide_export.drafting.flow import draft
 
-    given = {name: value for name, value in vars(options).items() if name in DraftConfig.model_fields}
-    report = draft(
-        options.model,
-        options.bundle,
-        DraftConfig.from_options(**given),
-        cache=options.cache,
-        trust_remote_code=bool(options.trust_remote_code),
-    )
+    settings = {name: value for name, value in vars(options).items() if name in DraftConfig.model_fields}
+    report = draft(**given(options, draft), config=DraftConfig.from_options(**settings))
     if report is not None:  # the main one of several processes
         print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
     return 0

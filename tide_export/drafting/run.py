@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tide_export.adaptation.snapshot import Snapshot
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS
 from tide_export.bundle.opened import Bundle
 from tide_export.calibration.distributed import Processes
@@ -26,7 +27,6 @@ from tide_export.drafting.network import DrafterNetwork
 from tide_export.drafting.prompts import Prompts
 from tide_export.drafting.report import DraftReport
 from tide_export.drafting.schedule import Round, Spent
-from tide_export.drafting.snapshot import Snapshot
 from tide_export.drafting.store import HIDDEN_BYTES, AnswerStore, check_space
 from tide_export.drafting.target import Target
 from tide_export.drafting.training import Trainer
@@ -56,7 +56,7 @@ class Run:
         width = target.head.shape[1]
         self._store = AnswerStore(folder, width, processes.rank, processes.count)
         self._held_out = HeldOut(target, self._store, config.temperature, config.seed, processes)
-        self._snapshot = Snapshot(folder)
+        self._snapshot = Snapshot(folder, {}, DraftError)
         self._engine: Engine | None = None
         self._trainer: Trainer | None = None
         self._measuring = 0.0

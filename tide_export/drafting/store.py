@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tide_export.adaptation.snapshot import require_same
 from tide_export.common.files import failure, replace_files
 from tide_export.common.formatting import size
 from tide_export.drafting.prompts import Request
@@ -235,12 +236,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
         raise DraftError(f"cannot use the cache {folder}: {failure(error, folder)}") from error
     except ValueError as error:
         raise DraftError(f"the cache {folder} is damaged ({SETTINGS_FILE}): delete it to begin anew") from error
-    for name, value in settings.items():
-        if written.get(name) != value:
-            raise DraftError(
-                f"the cache {folder} is of a training with {name} {written.get(name)!r}, not {value!r}: give the same "
-                "settings to continue it, or delete it to begin anew"
-            )
+    require_same(f"the cache {folder}", written, settings, DraftError)
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
