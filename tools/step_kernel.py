@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 SOURCES, PLUGINS = ROOT / "cpp" / "src", ROOT / "plugins"
@@ -18,6 +19,7 @@ SOURCE = SOURCES / "segmented" / "step_kernel.cu"
 HEADER = SOURCE.with_suffix(".ptx.h")
 EXIT_SOURCE = PLUGINS / "tide_exit" / "kernel.cu"
 EXIT_HEADER = SOURCES / "onnxruntime" / "exit_kernel.ptx.h"
+NOT_ON_CUDA = "tide_exit_float32"  # networks for provider cuda are in half precision
 OPTIONS = ("-std=c++17", "-O2", "--expt-relaxed-constexpr", f"-I{SOURCES}", f"-I{PLUGINS}")
 PTX_VERSION = "8.7"  # of CUDA 12.8, the first with switch nodes; what the kernel uses is older
 COMPRESSED = ("-gencode=arch=compute_75,code=compute_75", "-compress-mode=size", "-fatbin")
@@ -50,13 +52,18 @@ def header(compiler: str) -> str:
 
 
 def exit_header(compiler: str) -> str:
-    """Compiles the kernel of checkpoints; returns the header's text."""
-    command = [compiler, *OPTIONS, *COMPRESSED, str(EXIT_SOURCE), "-o", "/dev/stdout"]
-    data = subprocess.run(command, capture_output=True, check=True).stdout
+    """Compiles the kernels of checkpoints; returns the header's text."""
+    text = ptx(compiler, EXIT_SOURCE)
+    start = text.index(f".visible .entry {NOT_ON_CUDA}(")
+    with TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(text[:start] + text[text.index("\n}\n", start) + 3 :])
+        command = [compiler, *COMPRESSED, str(source), "-o", "/dev/stdout"]
+        data = subprocess.run(command, capture_output=True, check=True).stdout
     words = [f"0x{int.from_bytes(data[at : at + 8], 'little'):x}" for at in range(0, len(data), 8)]
     lines = [", ".join(words[at : at + WORDS]) for at in range(0, len(words), WORDS)]
     return (
-        "// plugins/tide_exit/kernel.cu as compressed PTX for any GPU, written by tools/step_kernel.py.\n"
+        "// plugins/tide_exit/kernel.cu in half precision as compressed PTX for any GPU, by tools/step_kernel.py.\n"
         "#pragma once\n\n#include <cstdint>\n\nnamespace tide {\n\n"
         "alignas(64) constexpr std::uint64_t kExitKernel[] = {\n" + ",\n".join(lines) + "};\n\n}  // namespace tide\n"
     )

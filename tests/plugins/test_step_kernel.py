@@ -38,6 +38,7 @@ def test_the_kernel_of_checkpoints_is_what_its_source_compiles_to(nvcc: str) -> 
     names = re.findall(r'"(tide_exit_\w+)"', (step_kernel.PLUGINS / "tide_exit" / "plan.h").read_text())
     assert re.findall(r"^\.visible \.entry (\w+)\(", step_kernel.ptx(nvcc, step_kernel.EXIT_SOURCE), re.M) == names
     assert len(names) == 3
+    assert step_kernel.NOT_ON_CUDA in names
 
 
 def test_every_gpu_takes_it(nvcc: str, tmp_path: Path) -> None:
