@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tide_export.bundle.file_names import MANIFEST_FILE, WEIGHTS_FILE
+from tide_export.bundle.file_names import MANIFEST_FILE
 from tide_export.bundle.manifest import FileInfo, Manifest, check_size
 from tide_export.errors import BundleError
 
@@ -196,11 +196,6 @@ class Bundle:
             return data.decode()
         except UnicodeDecodeError as error:
             raise BundleError(f"cannot read '{file.path}': {error}") from None
-
-    def check_weights(self) -> None:
-        """Raises BundleError if the weights file was changed since it was opened."""
-        if (weights := self.files.get(WEIGHTS_FILE)) is not None:
-            weights.check_unchanged()
 
     def require_weights(self, sha256: str, model: str) -> None:
         """Checks that the bundle was made from weights with this hash.
