@@ -1,8 +1,6 @@
 """POST /v1/responses over real HTTP: OpenAI's client reads answers and typed events, also of tool calls."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +13,6 @@ CITY["additionalProperties"] = False
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": CITY, "strict": False}
 ASKED: dict[str, Any] = {"model": "demo", "temperature": 0}
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def server(chat_bundle: Path) -> Iterator[Running]:
-    running = Running(chat_bundle)
-    yield running
-    running.stop()
 
 
 def prompt_of(server: Running, **asked: Any) -> str:

@@ -52,10 +52,6 @@ class RouterSet:
         return self.routers[self.checkpoints[0]].down.in_features
 
     @property
-    def bottleneck(self) -> int:
-        return self.routers[self.checkpoints[0]].down.out_features
-
-    @property
     def strategy(self) -> str:
         """TIDE's `exit_strategy`: "identity" or "lens"."""
         return "lens" if self.lenses else "identity"
