@@ -2,13 +2,7 @@
 
 #include <cmath>
 
-#if defined(__x86_64__)
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // of GCC 12's own header
-#endif
-#include <immintrin.h>
-#endif
-
+#include "intrinsics.h"
 #include "targets.h"
 
 namespace tide_ops {

@@ -46,11 +46,7 @@ PackedWeights::PackedWeights(IntegerWeights const& weights)
 }  // namespace tide_ops
 
 #if defined(__x86_64__)
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // of GCC 12's own header
-#endif
-#include <immintrin.h>
-
+#include "intrinsics.h"
 #include "targets.h"
 
 namespace tide_ops {

@@ -23,7 +23,6 @@ def default(assessment):
 def test_a_gain_with_its_numbers(assessment):
     answer, findings = said(assessment), investigate(assessment)
     choice = findings.choice(0.02)
-    assert answer.gains
     assert answer.reason is None
     assert not answer.advice
     costs = assessment.costs
@@ -63,7 +62,6 @@ def test_a_gain_with_its_numbers(assessment):
 )
 def test_no_gain_and_why(made, reason, because, try_this):
     answer = said(report_data.make(n=3000, **made))
-    assert not answer.gains
     assert answer.reason == reason
     assert "does not gain from early exits as calibrated" in answer.sentence
     assert because in answer.sentence

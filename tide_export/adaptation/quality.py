@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,9 +26,6 @@ class Quality:
     tokens: int
     perplexity: float
     changed: list[float]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -43,8 +43,8 @@ class AdaptReport:
             "settings": self.settings,
             "exits": list(self.exits),
             "tokens": self.tokens,
-            "before": self.before.as_dict(),
-            "after": self.after.as_dict(),
+            "before": asdict(self.before),
+            "after": asdict(self.after),
             "full_depth_change": asdict(self.change),
             "full_depth_change_greedy": asdict(self.greedy_change),
         }

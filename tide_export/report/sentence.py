@@ -32,14 +32,12 @@ class Verdict:
     """The summary on top of the report.
 
     Attributes:
-        gains: whether exits save `WORTHWHILE` layers within `HEADLINE`.
-        reason: the cause if they do not: `heads`, `late` or `routers`; else None.
+        reason: why exits do not save `WORTHWHILE` layers within `HEADLINE`: `heads`, `late` or `routers`; None: they do.
         time: the speed to expect.
         found: one or two plain sentences on where that comes from.
         advice: advice if they do not; else empty.
     """
 
-    gains: bool
     reason: str | None
     time: str
     found: str
@@ -67,7 +65,7 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
             f"(router efficiency {percent(choice.efficiency, 0)}). "
             f"Measured on text that the thresholds were not chosen on: {_changes(choice.outcome)}."
         )
-        return Verdict(True, None, time, found, "")
+        return Verdict(None, time, found, "")
 
     reason = _reason(findings, possible)
     share = percent(saved) if saved >= 0.0005 else "none"
@@ -77,7 +75,7 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
         f"it {cost}, because {REASONS[reason]}. {_evidence(findings, reason, choice, possible)}"
         f"{_cheaper(findings, depth)}"
     )
-    return Verdict(False, reason, time, found, ADVICE[reason])
+    return Verdict(reason, time, found, ADVICE[reason])
 
 
 def default_sentence(assessment: Assessment, findings: Findings) -> str:

@@ -26,7 +26,7 @@ from pydantic import (
 from tide_export.common.values import Limits
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import NUMBERS, GenerationConfig
-from tide_export.serving.conversation import Function, Message, NamedTool, Tool, check_results
+from tide_export.serving.conversation import Function, Message, NamedTool, TextPart, Tool, check_results
 
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's
@@ -100,11 +100,6 @@ class JsonSchema(BaseModel):
     """The schema of a `response_format`; its name and `strict` have no effect."""
 
     value: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
-
-
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: str
 
 
 class Prediction(BaseModel):
