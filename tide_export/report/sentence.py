@@ -32,7 +32,8 @@ class Verdict:
     """The summary on top of the report.
 
     Attributes:
-        reason: why exits do not save `WORTHWHILE` layers within `HEADLINE`: `heads`, `late` or `routers`; None: they do.
+        reason: why exits do not save `WORTHWHILE` layers within `HEADLINE`: `heads`, `late` or `routers`; None: they
+            do.
         time: the speed to expect.
         found: one or two plain sentences on where that comes from.
         advice: advice if they do not; else empty.

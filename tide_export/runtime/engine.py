@@ -132,14 +132,10 @@ class Engine:
         Raises:
             GenerationError: an option is out of range, or has no effect.
         """
-        options, size = (
-            options_json(self.bundle, replace(config, stop=(), detokenize=False), self._drafting),
-            c_size_t(),
-        )
-        text = ctypes.create_string_buffer(4096)
+        options = options_json(self.bundle, replace(config, stop=(), detokenize=False), self._drafting)
+        text, size = ctypes.create_string_buffer(4096), c_size_t()
         for _ in range(2):
-            arguments = options, prompts or 0, text, len(text), ctypes.byref(size)
-            call("resolve", self._handle, *arguments)
+            call("resolve", self._handle, options, prompts or 0, text, len(text), ctypes.byref(size))
             if size.value < len(text):
                 break
             text = ctypes.create_string_buffer(size.value + 1)

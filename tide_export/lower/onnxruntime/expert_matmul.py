@@ -68,11 +68,10 @@ class ExpertMatMulPass(ir.passes.InPlacePass):
         blocks: Mapping[str, IntegerMatrix | Fp8Matrix] | None = None,
         settings: Quantization | None = None,
         half: str | None = None,
-        opset: int = OPSET,
     ):
         """Takes the quantized matrices by name, how they were quantized, and "bf16" or "fp16" for all others."""
         super().__init__()
-        self.blocks, self.settings, self.half, self.opset = blocks or {}, settings, half, opset
+        self.blocks, self.settings, self.half = blocks or {}, settings, half
 
     def requires(self, model: ir.Model) -> None:
         require_arity(model, OP_EXPERT_MATMUL, inputs=(2, 3))
@@ -155,12 +154,12 @@ class ExpertMatMulPass(ir.passes.InPlacePass):
 
         Returns its overload: the number of experts, but for those that the first one found has.
         """
-        function = expert_matmul_function(op, experts, self.opset)
+        function = expert_matmul_function(op, experts, OPSET)
         first = model.functions.get((DOMAIN, op, ""))
         if first is not None and first.metadata_props != function.metadata_props:
             function.overload = str(experts)
         model.functions.setdefault(function.identifier(), function)
-        add_matmul_functions(model, [node.op_type for node in function if node.domain == DOMAIN], self.opset)
+        add_matmul_functions(model, [node.op_type for node in function if node.domain == DOMAIN], OPSET)
         return function.overload
 
 

@@ -50,22 +50,17 @@ class _Mlp:
 
 
 class GatedMatMulsPass(ir.passes.InPlacePass):
-    def __init__(self, opset: int = OPSET):
-        """`opset`: of the model."""
-        super().__init__()
-        self.opset = opset
-
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for mlp in _gated(model):
             plain = model.functions[(DOMAIN, mlp.gate.op_type, "")]
             changed = any(mlp.loras)
-            function = gate_function(self.opset) if changed else gated_matmul_function(plain, self.opset)
+            function = gate_function(OPSET) if changed else gated_matmul_function(plain, OPSET)
             model.functions[function.identifier()] = function
             _replace(model.graph, mlp)
             modified = True
         for product, both in list(_halved(model)):
-            function = gate_function(self.opset)
+            function = gate_function(OPSET)
             model.functions[function.identifier()] = function
             old = product.outputs[0]
             result = op_before(product, OP_GATE, [both], domain=DOMAIN, dtype=old.dtype, shape=old.shape)

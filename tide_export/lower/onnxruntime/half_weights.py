@@ -33,11 +33,10 @@ MIN_SIZE = 16  # rows and columns, as of matrices that are quantized
 
 
 class HalfWeightsPass(ir.passes.InPlacePass):
-    def __init__(self, weights: str, opset: int = OPSET):
-        """`weights`: "bf16" or "fp16"; `opset`: of the model."""
+    def __init__(self, weights: str):
+        """`weights`: "bf16" or "fp16"."""
         super().__init__()
         self.weights, self.dtype = weights, HALF[weights]
-        self.opset = opset
         self._exact: dict[ir.Value, bool] = {}
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -62,7 +61,7 @@ class HalfWeightsPass(ir.passes.InPlacePass):
                 widened = op_before(node, "Cast", [gathered], {"to": FLOAT.value}, dtype=FLOAT, shape=output.shape)
                 replace_value(output, widened)
         if nodes_of(model.graph, OP_HALF_MATMUL[self.weights], DOMAIN):
-            function = half_matmul_function(self.weights, self.opset)
+            function = half_matmul_function(self.weights, OPSET)
             model.functions[function.identifier()] = function
         return ir.passes.PassResult(model, modified=len(self._exact) > before)
 

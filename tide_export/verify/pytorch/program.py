@@ -126,7 +126,7 @@ class Program:
         if not self._is_static(name) or (name, kind) in self._slots:
             return self._slot(name, kind)
         source, slot = self._slot(name, HOST), self._slot(name, kind)
-        bring = _numbers if kind == LIST else partial(_on_device, device=self._device)
+        bring = _numbers if kind == LIST else partial(torch.Tensor.to, device=self._device)
         if source in self._constants:
             self._constants[slot] = bring(self._constants[source])
         else:
@@ -213,10 +213,6 @@ def tensor_of(array: np.ndarray, dtype: int, shape: Sequence[int]) -> torch.Tens
 
 def _numbers(tensor: torch.Tensor) -> list[Any]:
     return tensor.reshape(-1).tolist()
-
-
-def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device)
 
 
 def _constant(attributes: Mapping[str, Any]) -> onnx.TensorProto:
