@@ -4,6 +4,7 @@ The step graph and the segment networks share these functions, so that both exit
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +16,14 @@ from tide_export.graph.rewriting import BOOL, FLOAT, INT32, INT64, dims, require
 from tide_export.names import segment_networks as names
 from tide_export.names.operators import DOMAIN, OP_CANDIDATE, OP_EXIT, OP_LENS_CANDIDATE
 from tide_export.routers.router import LensArrays, RouterArrays
+
+
+class Checkpoint(NamedTuple):
+    """What is after so many layers: a router, and a lens, if it has one."""
+
+    layers: int
+    router: RouterArrays
+    lens: LensArrays | None
 
 
 def exit_states(
@@ -37,16 +46,9 @@ def exit_states(
 
 
 def exit_state_and_score(
-    builder: GraphBuilder,
-    pieces: Pieces,
-    layers: int,
-    router: RouterArrays,
-    lens: LensArrays | None,
-    hidden: ir.Value,
-    last: ir.Value,
-    thresholds: ir.Value,
+    builder: GraphBuilder, pieces: Pieces, at: Checkpoint, hidden: ir.Value, last: ir.Value, thresholds: ir.Value
 ) -> list[ir.Value]:
-    """Adds the checkpoint after `layers` as one `TideCandidate`.
+    """Adds a checkpoint as one `TideCandidate`.
 
     Returns, for the tokens `last` [m] of `hidden` [1, n, W], the exit state [m, D'], the score [m, 1] and whether that
     is above `thresholds` [m, 1], bool [m, 1].
@@ -56,14 +58,14 @@ def exit_state_and_score(
     """
     (count,) = dims(last)
     if pieces.exit_shares:
-        return _held_score(builder, pieces, layers, lens, hidden, last, thresholds)
+        return _held_score(builder, pieces, at, hidden, last, thresholds)
     if pieces.norm_alone:
         hidden = _hidden_states(builder, pieces, hidden)
     else:
         hidden = builder.op("Gather", [hidden, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, dims(hidden)[-1]])
-        hidden = exit_states(builder, pieces, layers, lens, hidden)
+        hidden = exit_states(builder, pieces, at.layers, at.lens, hidden)
         last = _all_tokens(builder, last)
-    weights, attributes = _weights_and_attributes(builder, pieces, layers, router, lens)
+    weights, attributes = _weights_and_attributes(builder, pieces, at)
     return builder.ops(
         OP_LENS_CANDIDATE if attributes["lens"] else OP_CANDIDATE,
         [hidden, last, thresholds, *weights],
@@ -74,20 +76,14 @@ def exit_state_and_score(
 
 
 def _held_score(
-    builder: GraphBuilder,
-    pieces: Pieces,
-    layers: int,
-    lens: LensArrays | None,
-    states: ir.Value,
-    last: ir.Value,
-    thresholds: ir.Value,
+    builder: GraphBuilder, pieces: Pieces, at: Checkpoint, states: ir.Value, last: ir.Value, thresholds: ir.Value
 ) -> list[ir.Value]:
     """Returns what `exit_state_and_score` does, the score from the last column of the states."""
     (count,), width = dims(last), pieces.carried_size
     states = builder.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, width])
     axis, score = builder.weights.integers("axis_0", [0]), columns(builder, states, width - 1, width)
     score = builder.op("Squeeze", [score, axis], dtype=FLOAT, shape=[count, 1])
-    normalized = exit_states(builder, pieces, layers, lens, states)
+    normalized = exit_states(builder, pieces, at.layers, at.lens, states)
     exit_state = builder.op("Squeeze", [normalized, axis], dtype=FLOAT, shape=[count, pieces.normalized_size])
     exits = builder.op("Greater", [score, thresholds], dtype=BOOL, shape=[count, 1])
     return [exit_state, score, exits]
@@ -104,15 +100,9 @@ def _all_tokens(builder: GraphBuilder, last: ir.Value) -> ir.Value:
 
 
 def exit_and_scatter(
-    builder: GraphBuilder,
-    pieces: Pieces,
-    layers: int,
-    router: RouterArrays,
-    lens: LensArrays | None,
-    hidden: ir.Value,
-    inputs: Mapping[str, ir.Value],
+    builder: GraphBuilder, pieces: Pieces, at: Checkpoint, hidden: ir.Value, inputs: Mapping[str, ir.Value]
 ) -> list[ir.Value]:
-    """The checkpoint after `layers` as one `TideExit`: exit states, score and exit flag (see `exit_op`).
+    """A checkpoint as one `TideExit`: exit states, score and exit flag (see `exit_op`).
 
     A final norm that `TideExit` has no form for comes before it, at the last tokens alone.
 
@@ -129,9 +119,9 @@ def exit_and_scatter(
         shape = [batch, dims(hidden)[-1]]
         one = builder.op("GatherND", [hidden, index], {"batch_dims": 1}, dtype=FLOAT, shape=shape)
         one = builder.op("Unsqueeze", [one, axis], dtype=FLOAT, shape=[batch, 1, shape[1]])
-        hidden = exit_states(builder, pieces, layers, lens, one)
+        hidden = exit_states(builder, pieces, at.layers, at.lens, one)
         last = builder.op("Sub", [last, last], dtype=INT64, shape=[batch])
-    weights, attributes = _weights_and_attributes(builder, pieces, layers, router, lens)
+    weights, attributes = _weights_and_attributes(builder, pieces, at)
     return builder.ops(
         OP_EXIT,
         [hidden, last, thresholds, buffer, *weights],
@@ -153,21 +143,19 @@ def columns(builder: GraphBuilder, hidden: ir.Value, start: int, stop: int) -> i
 
 
 def _weights_and_attributes(
-    builder: GraphBuilder, pieces: Pieces, layers: int, router: RouterArrays, lens: LensArrays | None
+    builder: GraphBuilder, pieces: Pieces, at: Checkpoint
 ) -> tuple[list[ir.Value], dict[str, str | float | int]]:
     """Returns the weights that a checkpoint's function reads after its hidden states, and its attributes.
 
     Lens and norm are among them only where the final norm is one operator; else they come before the function.
     """
-    weights, norm, epsilon = router_weights(builder, layers, router), "none", 0.0
-    if not pieces.norm_alone:
-        lens = None
-    else:
+    weights, lens, norm, epsilon = router_weights(builder, at.layers, at.router), None, "none", 0.0
+    if pieces.norm_alone:
         (node,) = pieces.final_norm
-        norm, epsilon = NORMS[node.op_type], node.attributes["epsilon"].as_float()
-        weights += _lens_weights(builder, layers, lens) if lens is not None else []
+        lens, norm, epsilon = at.lens, NORMS[node.op_type], node.attributes["epsilon"].as_float()
+        weights += _lens_weights(builder, at.layers, lens) if lens is not None else []
         weights += [builder.weights.share(required(weight)) for weight in node.inputs[1:]]
-    return weights, exit_attributes(norm, epsilon, lens is not None, router.shortlist is not None)
+    return weights, exit_attributes(norm, epsilon, lens is not None, at.router.shortlist is not None)
 
 
 def router_weights(builder: GraphBuilder, layers: int, router: RouterArrays) -> list[ir.Value]:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from tide_export.compose.checkpoint_op import checkpoint_functions
 from tide_export.compose.cut import Pieces, counts_positions
-from tide_export.compose.exits import exit_state_and_score, exit_states
+from tide_export.compose.exits import Checkpoint, exit_state_and_score, exit_states
 from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs
 from tide_export.compose.lora import lora_inputs, read_adapters
 from tide_export.compose.states import advance_states, state_inputs, state_outputs
@@ -129,10 +129,8 @@ class _PackedComposer:
 
         Returns exit states [m, D'] and scores [m, 1], which the runtime compares with each sequence's threshold.
         """
-        router, lens = self.routers[layers], self.lenses.get(layers)
-        hidden, score, exits = exit_state_and_score(
-            self.builder, self.pieces, layers, router, lens, y, self.last, self.thresholds
-        )
+        at = Checkpoint(layers, self.routers[layers], self.lenses.get(layers))
+        hidden, score, exits = exit_state_and_score(self.builder, self.pieces, at, y, self.last, self.thresholds)
         self.checkpoints.append(required(exits.producer()))
         return hidden, score
 

@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exit_op import exit_function
-from tide_export.compose.exits import exit_and_scatter, exit_states
+from tide_export.compose.exits import Checkpoint, exit_and_scatter, exit_states
 from tide_export.compose.kv_cache import attend_from_cache, past_buffers, present_outputs
 from tide_export.compose.step_graph import LensWeights, RouterWeights, check_routers
 from tide_export.graph.builder import GraphBuilder, Weights
@@ -90,7 +90,7 @@ class _Segment:
         self._input(names.LAST_TOKENS, INT64, [BATCH])
         self._input(names.THRESHOLDS, FLOAT, [BATCH])
         self._exit_states()
-        results = exit_and_scatter(builder, self.pieces, self.layers, router, lens, y, self.inputs)
+        results = exit_and_scatter(builder, self.pieces, Checkpoint(self.layers, router, lens), y, self.inputs)
         call = required(results[0].producer())
         self.outputs[names.NEW_PENDING] = self._scatter(following, y, pending)
         self.outputs |= zip((names.NEW_EXIT_STATES, names.ROUTER_SCORE, names.EXIT_FLAG), results, strict=True)

@@ -45,7 +45,7 @@ import onnx_ir as ir
 
 from tide_export.compose.checkpoint_op import checkpoint_functions
 from tide_export.compose.cut import Pieces
-from tide_export.compose.exits import exit_state_and_score, exit_states
+from tide_export.compose.exits import Checkpoint, exit_state_and_score, exit_states
 from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs
 from tide_export.compose.lora import lora_inputs, read_adapters
 from tide_export.compose.states import advance_states, state_inputs, state_outputs
@@ -316,9 +316,9 @@ class Composer:
         Returns the exit state [1, D'], the score and whether to skip the next segment, both [1, 1].
         """
         layers = self.bounds[k + 1]
-        router, lens = self.routers[layers], self.lenses.get(layers)
+        at = Checkpoint(layers, self.routers[layers], self.lenses.get(layers))
         last, threshold = self.weights.integers("last", [-1]), self.skip_thresholds[k + 1]
-        values = exit_state_and_score(builder, self.pieces, layers, router, lens, y, last, threshold)
+        values = exit_state_and_score(builder, self.pieces, at, y, last, threshold)
         self.checkpoints.append(required(values[0].producer()))
         return values
 

@@ -18,8 +18,8 @@ from tide_export.bundle.manifest import Quantization
 from tide_export.common.progress import stage
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.source import SourceModel
-from tide_export.quantize.matrices import Matrix, find_matrices, own_head, parameter_names
-from tide_export.quantize.outliers import BATCH, FIRST, SEQUENCES, random_tokens
+from tide_export.quantize.matrices import Matrix, find_matrices, input_sums, own_head, parameter_names
+from tide_export.quantize.outliers import BATCH, FIRST, SEQUENCES, random_tokens, squares
 from tide_export.quantize.rounding import Rounding, round_to_nearest
 
 SCALE_BITS = 16
@@ -38,25 +38,17 @@ def measure(
     Raises:
         UnsupportedModelError: no gradient reaches one of the modules.
     """
-    inputs, gradients = dict[nn.Module, torch.Tensor](), dict[nn.Module, torch.Tensor]()
-    last: list[torch.Tensor] = []  # inputs and their sums: modules of the same inputs have the same, to the bit
+    gradients = dict[nn.Module, torch.Tensor]()
 
-    def add(sums: dict[nn.Module, torch.Tensor], module: nn.Module, found: torch.Tensor) -> None:
-        sums[module] = sums[module] + found if module in sums else found
+    def add(module: nn.Module, gradient: torch.Tensor) -> None:
+        gradients[module] = gradients.get(module, torch.zeros(())) + squares(gradient)
 
-    def squares(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows[:, FIRST:] if rows.ndim > 2 else rows
-        return rows.detach().flatten(0, -2).double().square().sum(0).cpu()
-
-    def record(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        if not last or last[0] is not args[0]:
-            last[:] = [args[0], squares(args[0])]
-        add(inputs, module, last[1])
+    def record(module: nn.Module, _: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: add(gradients, module, squares(gradient)))
+            output.register_hook(lambda gradient: add(module, gradient))
 
     ids, chance, count = random_tokens(source), torch.Generator().manual_seed(0), 0
-    with ExitStack() as hooks:
+    with input_sums(modules, squares) as inputs, ExitStack() as hooks:
         embedding = source.model.get_input_embeddings()
         hooks.enter_context(embedding.register_forward_hook(lambda _m, _a, out: out.detach().requires_grad_()))
         for module in modules:
@@ -98,14 +90,14 @@ def choose_bits(source: SourceModel, settings: Quantization, rounding: Rounding 
         matrices[head] = Matrix("head", head.get_parameter("weight"))
     inputs, gradients = measure(source, matrices)
     alike: dict[bytes, list[nn.Module]] = {}
-    for module, squares in inputs.items():
-        alike.setdefault(squares.tobytes(), []).append(module)
+    for module, mean in inputs.items():
+        alike.setdefault(mean.tobytes(), []).append(module)
     gains = dict[nn.Module, float]()
     with stage("comparing formats of the matrices", total=len(inputs)) as advance:
-        for module, squares in inputs.items():
+        for module, mean in inputs.items():
             weight = matrices[module].read()
             errors = [np.square(rounding(weight, replace(settings, bits=n)).values() - weight) for n in (4, 8)]
-            gains[module] = float(gradients[module] @ (errors[0] - errors[1]).astype(np.float64) @ squares) / 2
+            gains[module] = float(gradients[module] @ (errors[0] - errors[1]).astype(np.float64) @ mean) / 2
             advance(1)
     experts = sum(matrix.size for layer in found.experts for matrix in layer)
     weights = experts + sum(matrix.size for matrix in matrices.values())

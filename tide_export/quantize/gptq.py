@@ -5,8 +5,8 @@ error. The layers run in order, each on the outputs of the quantized layers befo
 before they are compensated, so that the columns of the largest inputs can come first.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from tide_export.errors import CalibrationError, UnsupportedModelError
 from tide_export.model.outputs import first_tensor
 from tide_export.model.quantized_weights import Blocks, packed_rows
 from tide_export.model.source import SourceModel
-from tide_export.quantize.matrices import Matrix
+from tide_export.quantize.matrices import Matrix, input_sums
 
 DAMPING = 0.01  # share of the Hessian's mean diagonal that is added to it, as in the paper
 COLUMNS = 128  # whose errors are compensated in the columns after them at once
@@ -93,7 +93,7 @@ def quantize_layer(
     Raises:
         CalibrationError: a matrix got no inputs, or NaN or infinite ones.
     """
-    with _hessians(linear) as hessians:
+    with input_sums(linear, _products) as hessians:
         for text in texts:
             _run(layer, number, text)
     quantized = {}
@@ -112,26 +112,13 @@ def _run(layer: nn.Module, number: int, text: LayerInputs) -> torch.Tensor:
 
 def head_hessian(source: SourceModel, texts: Sequence[LayerInputs]) -> torch.Tensor:
     """Sums up the products of the head's inputs, [K, K], when `texts` are after the last layer."""
-    states = [source.normalize(text.hidden).flatten(0, -2).float() for text in texts]
-    return sum((rows.T @ rows for rows in states), torch.zeros(()))
+    return sum((_products(source.normalize(text.hidden)) for text in texts), torch.zeros(()))
 
 
-@contextmanager
-def _hessians(modules: Collection[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
-    """Sums up the products of the inputs of each module, [K, K], while the context is open."""
-    sums: dict[nn.Module, torch.Tensor] = {}
-    last: list[torch.Tensor] = []  # inputs and their products: modules of the same inputs have the same
-
-    def add(module: nn.Module, args: tuple) -> None:
-        if not last or last[0] is not args[0]:
-            rows = args[0].flatten(0, -2).float()
-            last[:] = [args[0], rows.T @ rows]
-        sums[module] = sums[module] + last[1] if module in sums else last[1]
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(add))
-        yield sums
+def _products(states: torch.Tensor) -> torch.Tensor:
+    """Returns the products of inputs [.., K] with each other, [K, K]."""
+    rows = states.flatten(0, -2).float()
+    return rows.T @ rows
 
 
 def compensate(matrix: Matrix, hessian: torch.Tensor | None, rounded: Blocks) -> Blocks:

@@ -5,8 +5,8 @@ The model runs once, to omit parts that text never reaches (a vision tower). Inc
 gain anything stay float32.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -188,3 +188,24 @@ def _run_once(source: SourceModel) -> tuple[set[nn.Module], list[nn.Embedding]]:
             hooks.enter_context(module.register_forward_hook(record))
         source.run(ids.to(source.device), [])
     return executed, embeddings
+
+
+@contextmanager
+def input_sums(
+    modules: Collection[nn.Module], of: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[dict[nn.Module, torch.Tensor]]:
+    """While open, sums up `of` the inputs of each module; modules of the same inputs have the same, to the bit."""
+    sums: dict[nn.Module, torch.Tensor] = {}
+    last: list[torch.Tensor] = []  # inputs and what is added for them
+
+    def add(module: nn.Module, args: tuple) -> None:
+        if not args:
+            return
+        if not last or last[0] is not args[0]:
+            last[:] = [args[0], of(args[0])]
+        sums[module] = sums[module] + last[1] if module in sums else last[1]
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(add))
+        yield sums

@@ -8,7 +8,6 @@ The inputs are measured on random tokens, so no text is needed.
 """
 
 from collections.abc import Collection
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from tide_export.bundle.manifest import INT8_MATMULS, Quantization
 from tide_export.common.progress import stage
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
-from tide_export.quantize.matrices import find_matrices, own_head
+from tide_export.quantize.matrices import find_matrices, input_sums, own_head
 from tide_export.quantize.rounding import Rounding
 
 MIN_COLUMNS = 256  # narrower matrices get none
@@ -48,8 +47,8 @@ def find_outliers(source: SourceModel, settings: Quantization) -> dict[int, np.n
         wide[head] = HEAD_SHARE
     if not wide:
         return {}
-    squares = measure_inputs(source, wide)
-    return {id(module.weight): largest(found, settings, wide[module]) for module, found in squares.items()}
+    measured = measure_inputs(source, wide)
+    return {id(module.weight): largest(found, settings, wide[module]) for module, found in measured.items()}
 
 
 def can_have(columns: int, settings: Quantization) -> bool:
@@ -64,31 +63,23 @@ def measure_inputs(source: SourceModel, modules: Collection[nn.Module]) -> dict[
     Returns:
         A module that ran -> the sums, [K].
     """
-    squares: dict[nn.Module, torch.Tensor] = {}
     head = source.model.get_output_embeddings()
-    last: list[torch.Tensor] = []  # inputs and their sums: modules of the same inputs have the same, to the bit
-
-    def record(module: nn.Module, args: tuple) -> None:
-        if args:
-            add(module, args[0])
-
-    def add(module: nn.Module, inputs: torch.Tensor) -> None:
-        if not last or last[0] is not inputs:
-            rows = inputs[:, FIRST:] if inputs.ndim > 2 else inputs  # experts' have no positions
-            last[:] = [inputs, rows.flatten(0, -2).double().square().sum(0).cpu()]
-        squares[module] = squares.get(module, torch.zeros(())) + last[1]
-
-    with ExitStack() as hooks:
-        for module in modules:
-            if module is not head:
-                hooks.enter_context(module.register_forward_pre_hook(record))
-        advance = hooks.enter_context(stage("measuring the inputs of the matrices", total=SEQUENCES // BATCH))
+    with (
+        input_sums([module for module in modules if module is not head], squares) as sums,
+        stage("measuring the inputs of the matrices", total=SEQUENCES // BATCH) as advance,
+    ):
         for ids in random_tokens(source).split(BATCH):
             raw = source.raw_hidden(ids.to(source.device), [source.num_layers])[source.num_layers]
             if head in modules:
-                add(head, source.normalize(raw))
+                sums[head] = sums.get(head, torch.zeros(())) + squares(source.normalize(raw))
             advance(1)
-    return {module: found.numpy() for module, found in squares.items()}
+    return {module: found.numpy() for module, found in sums.items()}
+
+
+def squares(states: torch.Tensor) -> torch.Tensor:
+    """Returns the sums of squares of states [B, S, K] from `FIRST` on, or of experts' [T, K], float64 [K]."""
+    rows = states[:, FIRST:] if states.ndim > 2 else states
+    return rows.detach().flatten(0, -2).double().square().sum(0).cpu()
 
 
 def random_tokens(source: SourceModel) -> torch.Tensor:
