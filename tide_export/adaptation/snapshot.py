@@ -73,7 +73,7 @@ class Snapshot:
 
 
 def require_same(what: str, written: dict[str, Any], settings: dict[str, Any], error: type[TideError]) -> None:
-    """Raises `error` where `what`, of a training with the settings `written`, cannot continue one with `settings`."""
+    """Raises `error` if `what`, of a training with `written`, cannot continue one with `settings`."""
     for name, value in settings.items():
         if written.get(name) != value:
             raise error(

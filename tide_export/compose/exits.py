@@ -19,7 +19,7 @@ from tide_export.routers.router import LensArrays, RouterArrays
 
 
 class Checkpoint(NamedTuple):
-    """What is after so many layers: a router, and a lens, if it has one."""
+    """Holds the router of a checkpoint, its lens, if it has one, and the number of layers before it."""
 
     layers: int
     router: RouterArrays

@@ -194,7 +194,7 @@ def _run_once(source: SourceModel) -> tuple[set[nn.Module], list[nn.Embedding]]:
 def input_sums(
     modules: Collection[nn.Module], of: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[dict[nn.Module, torch.Tensor]]:
-    """While open, sums up `of` the inputs of each module; modules of the same inputs have the same, to the bit."""
+    """While open, sums up `of` the inputs of each module; equal inputs give equal sums, to the bit."""
     sums: dict[nn.Module, torch.Tensor] = {}
     last: list[torch.Tensor] = []  # inputs and what is added for them
 
