@@ -1,6 +1,4 @@
 // The nodes that are operators: what ONNX Runtime asks about them.
-#include <stdexcept>
-
 #include "nodes.h"
 #include "operators.h"
 

@@ -1,7 +1,5 @@
 #include "recurrence.h"
 
-#include <algorithm>
-
 #include "targets.h"
 
 namespace tide_ops {

@@ -1,8 +1,6 @@
 // Checks the arguments of a batch's methods, whatever backend runs it.
 #include "tide/batch.h"
 
-#include <algorithm>
-
 #include "generation_error.h"
 #include "request.h"
 #include "sequence.h"

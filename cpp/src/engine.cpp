@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "bundle/verification.h"
-#include "decoding/lossless.h"
 #include "generation_error.h"
 #include "request.h"
 #include "scheduling/audit.h"

@@ -1,6 +1,5 @@
 // What holds after every step of a scheduler, checked where NDEBUG is not defined. What does not hold ends the process.
 #ifndef NDEBUG
-#include <algorithm>
 #include <cstdlib>
 #include <iostream>
 #include <map>

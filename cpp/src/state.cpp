@@ -4,7 +4,6 @@
 #include "generation_error.h"
 #include "request.h"
 #include "sequence.h"
-#include "tide/errors.h"
 
 namespace tide {
 

@@ -1,5 +1,4 @@
 // tide_load_networks: segment networks that the caller runs, on an engine that this library does not know.
-#include "bundle/verification.h"
 #include "capi/objects.h"
 #include "capi/options.h"
 #include "segmented/backend.h"

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "decoding/draft_costs.h"
 #include "tide/manifest.h"

@@ -1,7 +1,5 @@
 #include "paged/paged_drafts.h"
 
-#include <algorithm>
-
 #include "formatting.h"
 #include "names.h"
 #include "tide/errors.h"

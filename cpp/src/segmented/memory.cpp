@@ -1,12 +1,10 @@
 #include "segmented/memory.h"
 
 #include <numeric>
-#include <string>
 
 #include "names.h"
 #include "segmented/device_step.h"
 #include "segmented/numbers.h"
-#include "tide/errors.h"
 #include "tide/state.h"
 
 namespace tide {

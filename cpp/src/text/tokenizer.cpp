@@ -6,7 +6,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <string_view>
 
 #include "bundle/json.h"
 #include "formatting.h"
