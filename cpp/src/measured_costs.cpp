@@ -56,7 +56,7 @@ class TimedSteps {
     longest_ = std::min({room - before_, kLongestRun, manifest_.model.undo()});
     if (longest_ < 2) return;
     step(before_, 1, true);
-    if (drafts_ != nullptr) draft(0, std::min<std::int64_t>(before_, drafts_->info().max_rows - 1));
+    if (drafts_ != nullptr) draft(0, std::min(before_, drafts_->info().max_rows - drafts_->info().block_size - 1));
   }
 
   StepCosts costs() {

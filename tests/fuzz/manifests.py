@@ -50,6 +50,12 @@ def manifests() -> list[dict[str, Any]]:
             plain,
             drafter=DrafterInfo(plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, 32, (), kv_layers=(0, 1)),
         ),
+        replace(
+            plain,
+            drafter=DrafterInfo(
+                plain.model.weights_sha256, "0-3,7", (0.5,) * 8, 48, 32, (1,), (2, 8), num_layers=2, block_size=8
+            ),
+        ),
     ]
     drafts = [DRAFTER_FILE, network_file(DRAFTER), plan_file(DRAFTER)]
 

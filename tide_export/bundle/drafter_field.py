@@ -25,6 +25,8 @@ class DrafterInfo:
     kv_shape: tuple[int, int] | None = None  # (kv_heads, head_dim) of its keys and values; None: it has none
     record: dict[str, Any] | None = None  # how it was trained (see `drafting.report`)
     kv_layers: tuple[int, ...] | None = None  # of the model, whose K/V it reads if it has none
+    num_layers: int | None = None  # that have keys and values of their own; None: 1
+    block_size: int | None = None  # it drafts so many tokens less one in one run; None: one token
 
     @property
     def token_count(self) -> int:
@@ -76,6 +78,10 @@ def check_drafter(
         own = [layer for layer in model.kv_read(range(model.num_layers)) if layer in drafter.kv_layers]
         rule = "must be ascending layers with keys and values of their own"
         require(bool(own) and own == list(drafter.kv_layers), "drafter.kv_layers", rule)
+    own_layers = drafter.num_layers is None or 1 <= drafter.num_layers <= model.num_layers
+    require(own_layers, "drafter.num_layers", "must be 1 or more, and at most the model's")
+    block = drafter.block_size is None or 2 <= drafter.block_size <= drafter.max_tokens // 2
+    require(block, "drafter.block_size", "must be 2 or more, and at most half of max_tokens")
     require(drafter.state_size >= 1, "drafter.state_size", "must be 1 or more")
     layers = drafter.layers
     ascending = list(layers) == sorted(set(layers)) and all(1 <= layer <= model.num_layers for layer in layers)

@@ -52,6 +52,7 @@ OMITTED = (
     *("networks.matrices", "engines.built", "auto.slots"),
     *("drafting.draft_costs", "drafting.verify_costs", "drafting.drafter_cost", "drafting.max_learned"),
     *("networks.embedding", "engines.copied", "drafter.record", "drafter.kv_shape", "drafter.kv_layers"),
+    *("drafter.num_layers", "drafter.block_size"),
 )
 
 

@@ -175,7 +175,7 @@ def _add_export(parser: Parser, config: bool) -> None:
     parser.add_argument(
         "--lora-rank", type=int, metavar="N", help="leave room for low-rank adapters (LoRA) of at most this rank (none)"
     )
-    heads = "draft with an EAGLE-3 head, a Gemma 4 assistant or MODEL's MTP (if it pays)"
+    heads = "draft with an EAGLE-3 or DFlash head, a Gemma 4 assistant or MODEL's MTP"
     parser.add_argument("--draft-head", metavar="HEAD", help=heads)
     parser.add_argument("--no-draft-head", dest="draft_head", action="store_const", const="none", help="no MTP layer")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")

@@ -31,14 +31,14 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
 
     Raises:
         BundleError: the bundle is missing or damaged.
-        DraftError: it is of another model, gives the hidden states of an EAGLE-3 head, or has no single
+        DraftError: it is of another model, gives the hidden states of an EAGLE-3 or DFlash head, or has no single
             lookup of its embedding.
     """
     opened = open_bundle(Path(bundle), verify=False)
     manifest = opened.manifest
     if manifest.drafter is not None and manifest.drafter.layers:
         raise DraftError(
-            f"bundle {bundle} gives the hidden states that its EAGLE-3 head reads, not final states: export the model "
+            f"bundle {bundle} gives the hidden states that its draft head reads, not final states: export the model "
             "without --draft-head to train a drafter"
         )
     if weights_sha256 is not None and manifest.model.weights_sha256 != weights_sha256:

@@ -45,6 +45,8 @@ def drafter_info(pieces: DrafterPieces, weights_sha256: str, record: dict | None
         None if pieces.shared_kv else pieces.kv_shape,
         record,
         tuple(pieces.shared_kv) or None,
+        pieces.num_layers if pieces.block_size else None,
+        pieces.block_size or None,
     )
 
 

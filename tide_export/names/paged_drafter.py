@@ -17,6 +17,9 @@ n is the number of tokens that it can propose, W the size of its hidden states; 
 | `LOGITS` | float32 [m, n] | of the tokens that it can propose |
 | `NEW_HIDDEN_STATES` | float32 [m, W] | what it reads for the next draft token |
 | `paged.new_pages` | | one layer, if it is its own |
+
+One that drafts blocks of B tokens has several layers, gives logits [R, B - 1, n] and no hidden states; the last B
+tokens of each sequence are its block, and `LAST_TOKENS` the last of these.
 """
 
 INPUT_IDS = "input_ids"

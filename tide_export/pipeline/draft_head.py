@@ -15,6 +15,7 @@ from tide_export.compose.cut import Pieces
 from tide_export.compose.drafter_networks import DrafterPieces
 from tide_export.drafting.files import drafter_info, rows_for, save_drafter, save_drafter_segment
 from tide_export.drafting.heads.assistant import ASSISTANTS, read_assistant
+from tide_export.drafting.heads.dflash import is_dflash, read_dflash
 from tide_export.drafting.heads.eagle3 import read_eagle3
 from tide_export.drafting.heads.files import head_config, head_folder
 from tide_export.drafting.heads.head import DraftHead
@@ -71,12 +72,15 @@ def _given(source: SourceModel, request: ExportRequest, length: int) -> GivenHea
         head = read_mtp(source) if own else _published(request.draft_head or "", source)
         if request.half is not None and head.fc is not None:
             head = replace(head, fc=head.fc.to(HALF[request.half]).float())
-        return GivenHead(head, head_pieces(head, length if head.kv_layers else rows_for(length)))
+        rows = rows_for(max(length, 2 * head.block_size))
+        return GivenHead(head, head_pieces(head, length if head.kv_layers else rows))
 
 
 def _published(name: str, source: SourceModel) -> DraftHead:
-    model_type = head_config(head_folder(name), name).get("model_type")
-    return read_assistant(name, source) if model_type in ASSISTANTS else read_eagle3(name, source)
+    config = head_config(head_folder(name), name)
+    if config.get("model_type") in ASSISTANTS:
+        return read_assistant(name, source)
+    return read_dflash(name, source) if is_dflash(config) else read_eagle3(name, source)
 
 
 def compose(

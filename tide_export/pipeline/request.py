@@ -61,8 +61,8 @@ class ExportRequest(Options):
         max_length: maximum sequence length in tokens; None: the model's context.
         lora_rank: maximum rank of the low-rank adapters that a runtime may load for the linear layers of the decoder
             layers; 0: no adapters.
-        draft_head: a published EAGLE-3 head or Gemma 4 assistant, folder or hub id; the model itself, for the MTP
-            layer in its checkpoint; or "none". None: for ONNX Runtime alone, that MTP layer if there is one and
+        draft_head: a published EAGLE-3 or DFlash head or Gemma 4 assistant, folder or hub id; the model itself, for the
+            MTP layer in its checkpoint; or "none". None: for ONNX Runtime alone, that MTP layer if there is one and
             drafts by it are measured to pay here.
         batch_size: maximum sequences per step of segment networks; None: `bundle.profiles.BATCH_SIZE`.
         device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other

@@ -78,6 +78,8 @@ struct DrafterInfo {
   std::vector<double> acceptance;       // share of its drafts that are accepted, by confidence
   std::int64_t max_tokens = 0;          // rows of a sequence, after which its K/V start again
   ModelInfo::KvShape kv_shape{};        // of its own keys and values
+  std::int64_t num_layers = 1;          // that have such keys and values
+  std::int64_t block_size = 0;          // it drafts so many tokens less one in one run; 0: one token
   std::vector<std::int64_t> kv_layers;  // of the model, whose K/V it reads; empty: it has its own
   std::int64_t state_size = 0;          // width of the hidden states that it reads
   std::vector<std::int64_t> layers;     // layers after which it reads hidden states; empty: the final hidden state

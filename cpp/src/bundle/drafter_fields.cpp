@@ -31,6 +31,14 @@ std::optional<DrafterInfo> drafter_of(Field const& manifest, ModelInfo const& mo
     auto const [heads, head_dim] = field["kv_shape"].two_wholes();
     field["kv_shape"].require(heads >= 1 && head_dim >= 1, "holds a size below 1");
     drafter.kv_shape = {heads, head_dim};
+    if (auto const layers = field.find("num_layers")) {
+      drafter.num_layers = layers->whole(1);
+      layers->require(drafter.num_layers <= model.num_layers, "must be at most the model's");
+    }
+    if (auto const block = field.find("block_size")) {
+      drafter.block_size = block->whole(2);
+      block->require(drafter.block_size <= drafter.max_tokens / 2, "must be at most half of max_tokens");
+    }
   }
   drafter.state_size = field["state_size"].whole(1);
   drafter.layers = field["layers"].wholes();

@@ -13,6 +13,7 @@ DraftsInfo drafts_info(DrafterInfo const& drafter) {
   info.max_rows = drafter.max_tokens;
   info.width = static_cast<std::size_t>(drafter.state_size);
   info.catches_up = drafter.kv_layers.empty();
+  info.block_size = drafter.block_size;
   return info;
 }
 

@@ -16,6 +16,9 @@ struct DraftsInfo {
   std::int64_t max_rows = 0;         // of a sequence
   std::size_t width = 0;             // of a token's hidden states
   bool catches_up = true;            // runs over all tokens; false: over the last one, with the model's K/V
+  std::int64_t block_size = 0;       // drafts so many tokens less one in one run; 0: one token
+
+  std::size_t drafts_of_run() const { return block_size > 0 ? static_cast<std::size_t>(block_size) - 1 : 1; }
 };
 
 DraftsInfo drafts_info(DrafterInfo const& drafter);
@@ -29,8 +32,8 @@ struct DraftRows {
 
 // Of the last row; valid until the next run.
 struct DraftResult {
-  float const* logits;  // [tokens]
-  float const* hidden;  // [width], in place of the model's for a further row
+  float const* logits;  // [drafts_of_run, tokens]
+  float const* hidden;  // [width], in place of the model's for a further row; null: it drafts a block
 };
 
 struct SlotDraft {

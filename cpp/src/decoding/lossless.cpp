@@ -73,22 +73,26 @@ class LosslessDecoder final : public Decoder {
   }
 
   bool asks_drafter(std::size_t sharing) const override {
-    return phase_ == Phase::draft_learned && may_draft_learned() && learned_pays(sharing);
+    return phase_ == Phase::draft_learned && room() > 0 &&
+           (drafts_.empty() ? !waiting_.ids.empty() : drafter_->block_size == 0) && learned_pays(sharing);
   }
 
   // The rows of accepted tokens that it has not run over, then that of its last draft.
   DraftRows const& draft_rows() override {
     if (!drafts_.empty()) return last_;
     auto const rows = static_cast<std::int64_t>(waiting_.ids.size());
-    if (waiting_.before + rows + max_learned_ > drafter_->max_rows) waiting_.before = 0;
+    if (waiting_.before + rows + std::max(max_learned_, drafter_->block_size) > drafter_->max_rows) waiting_.before = 0;
     return waiting_;
   }
 
   void take_draft(DraftResult const& result, std::size_t sharing) override {
-    std::size_t const before = sampler_.with_drafts();
-    if (draft_learned(result, sharing)) return;
-    sampler_.undo(before);
-    phase_ = Phase::plan;
+    for (std::size_t i = 0; i < drafter_->drafts_of_run(); ++i) {
+      std::size_t const before = sampler_.with_drafts();
+      if (room() > 0 && draft_learned(result, i, sharing)) continue;
+      sampler_.undo(before);
+      phase_ = Phase::plan;
+      return;
+    }
   }
 
   StepRequest const& request() override {
@@ -127,24 +131,25 @@ class LosslessDecoder final : public Decoder {
  private:
   // --- phases --------------------------------------------------------------------------------------------------------
 
-  // Whether the drafter has rows to run over and room for a draft.
-  bool may_draft_learned() const {
-    auto const drafts = static_cast<std::int64_t>(drafts_.size());
-    if (waits() || ends() || (drafts == 0 && waiting_.ids.empty())) return false;
-    if (context_ && length_ + static_cast<std::int64_t>(new_ids_.size()) + drafts >= *context_) return false;
-    return drafts < std::min(max_learned_, max_tokens_ - 1);
+  // For how many more drafts of the drafter there is room.
+  std::size_t room() const {
+    std::int64_t most = waits() || ends() ? 0 : std::min(max_learned_, max_tokens_ - 1);
+    if (context_) most = std::min(most, *context_ - length_ - static_cast<std::int64_t>(new_ids_.size()));
+    return static_cast<std::size_t>(std::max<std::int64_t>(most - static_cast<std::int64_t>(drafts_.size()), 0));
   }
 
-  // Adds the drafter's draft if it is worth its verification; returns whether it is. Where it throws nothing has changed.
-  bool draft_learned(DraftResult const& result, std::size_t sharing) {
+  // Adds draft `i` of a run if it is worth its verification; returns whether it is. Where it throws nothing has changed.
+  bool draft_learned(DraftResult const& result, std::size_t i, std::size_t sharing) {
     DraftRows const& ran = drafts_.empty() ? waiting_ : last_;
     std::int64_t const rows = ran.before + static_cast<std::int64_t>(ran.ids.size());
-    DraftRows next{rows, {0}, {result.hidden, result.hidden + drafter_->width}};
+    DraftRows next{rows, {0}, {}};
+    if (result.hidden != nullptr) next.hidden.assign(result.hidden, result.hidden + drafter_->width);
     make_room(drafts_, 1);
-    auto const drafted = sampler_.draft(result.logits, drafter_->tokens, vocabulary_, drafts_.size());
+    float const* const logits = result.logits + i * drafter_->tokens.size();
+    auto const drafted = sampler_.draft(logits, drafter_->tokens, vocabulary_, drafts_.size());
     if (!drafted) return false;
     std::size_t const kind = confidence_source(drafted->confidence);
-    drafter_cost_ += costs_.draft(others_, sharing);
+    if (i == 0) drafter_cost_ += costs_.draft(others_, sharing);
     learned_.count(kind);
     if (drafts_.empty()) waiting_ = {rows, {}, {}};
     double const share = share_ * learned_.of(kind);
@@ -270,18 +275,23 @@ class LosslessDecoder final : public Decoder {
   // Whether drafts would only make it wait longer for the last sequence.
   bool waits() const { return others_.later > kLead; }
 
-  // Whether a draft of the drafter, which runs for `sharing` sequences, is expected to save more than it costs.
+  // Whether a run of the drafter, for `sharing` sequences, is expected to save more than it costs.
   bool learned_pays(std::size_t sharing) const {
     std::size_t const drafts = drafts_.size();
-    double const cost = costs_.draft(others_, sharing), marginal = costs_.marginal(others_, drafts);
+    double const cost = costs_.draft(others_, sharing);
     if (drafter_cost_ + cost + costs_.verify(others_, drafts + 1) > shared_->balances.learned.steps()) return false;
-    auto const saved = [&](double share) { return share_ * share * token_value() - marginal; };
-    double const gain = learned_.mean([&](double share) { return std::max(saved(share), 0.0); }) - cost;
+    double const worth = share_ * token_value();
+    auto const saved = [&](double share, std::size_t after) { return worth * share - costs_.marginal(others_, after); };
+    double gain = -cost, before = 1;  // `before`: that all drafts before one of this run are accepted
+    for (std::size_t i = 0; i < std::min(drafter_->drafts_of_run(), room()); ++i) {
+      gain += learned_.mean([&](double share) { return std::max(saved(before * share, drafts + i), 0.0); });
+      before *= learned_.mean([](double share) { return share; });
+    }
     std::size_t const old = drafts > 0 ? 0 : waiting_.ids.size() - 1;  // which it runs over once and for all
     double const over_all = gain * std::min(static_cast<double>(max_tokens_), kHorizon);
     if (gain < 0 || over_all < costs_.rows(others_, old)) return false;
     auto const text = from_text(ids_of(drafts_));  // which costs no draft
-    return saved(text ? share_of(*text) : 0.0) <= gain;
+    return saved(text ? share_of(*text) : 0.0, drafts) <= gain;
   }
 
   // The draft from text that is accepted most often after these; none: no n-gram at their end occurred before.

@@ -1,5 +1,7 @@
 // Runs a bundle's drafter, a small network that proposes the next token from the last token and the final hidden state before
 // it (formula: tide_export/routers/drafter_weights.py). Its K/V are in separate pages; or it has none, and reads the model's.
+// One that drafts a block (formula: tide_export/drafting/heads/dflash.py) runs over the block after a sequence's rows, and its
+// K/V of the block are overwritten.
 #pragma once
 
 #include <memory>
@@ -28,8 +30,8 @@ class DrafterNetwork {
   ReturnsFreeMemory returns_free_memory_;
   Ort::Env env_{"tide"};
   NetworkSession session_;
-  Manifest manifest_;  // of its one layer, for its sequences and pages; or the model's
-  std::vector<std::size_t> read_ = {0}, written_ = {0};  // layers whose pages it reads and writes
+  Manifest manifest_;  // of its own layers, for its sequences and pages; or the model's
+  std::vector<std::size_t> read_, written_;  // layers whose pages it reads and writes
   DraftsInfo info_;
   std::optional<PagePool> pool_;  // none: it reads the model's
 };

@@ -1,1 +1,1 @@
-"""Reads heads that others trained, EAGLE-3, MTP and Gemma 4's assistants, and makes drafters of them."""
+"""Makes drafters of heads that others trained: EAGLE-3, DFlash, MTP, Gemma 4's assistants."""

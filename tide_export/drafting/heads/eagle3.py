@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from tide_export.common.progress import quiet_transformers
 from tide_export.drafting.heads.files import head_config, head_folder, head_weights
-from tide_export.drafting.heads.head import DraftHead, check_embedding
+from tide_export.drafting.heads.head import DraftHead, check_embedding, load_step
 from tide_export.errors import DraftError, first_line
 from tide_export.model.source import SourceModel
 
@@ -101,7 +101,7 @@ def read_eagle3(name: str, source: SourceModel) -> DraftHead:
     if fc is None or tuple(fc.shape) != (width, 3 * width):
         what = "none" if fc is None else f"one of {list(fc.shape)}"
         raise DraftError(f"draft head {name!r} must have a weight fc.weight of {[width, 3 * width]}, and has {what}")
-    tokens, order = _tokens(weights.get("lm_head.weight"), offsets, name, source).sort()
+    tokens, order = draft_tokens(weights.get("lm_head.weight"), offsets, name, source).sort()
     weights["lm_head.weight"] = weights["lm_head.weight"][order]
     step = _step(config, weights, name)
     fc, epsilon = fc.float(), None
@@ -123,6 +123,14 @@ def _check_config(config: Mapping[str, Any], name: str, source: SourceModel) -> 
         raise DraftError(
             f"draft head {name!r} has {config['num_hidden_layers']} layers, and only heads of one are read"
         )
+    check_sizes(config, name, source)
+    eagle = config.get("eagle_config")
+    if isinstance(eagle, dict) and eagle.get("use_aux_hidden_state") is False:
+        raise DraftError(f"draft head {name!r} reads one hidden state of the model, not three: it is no EAGLE-3 head")
+
+
+def check_sizes(config: Mapping[str, Any], name: str, source: SourceModel) -> None:
+    """Checks that the head's hidden size and vocabulary are the model's; raises DraftError."""
     widths = {config.get("hidden_size"), config.get("target_hidden_size") or config.get("hidden_size")}
     if widths != {source.hidden_size} or source.normalized_size != source.hidden_size:
         raise DraftError(
@@ -135,13 +143,12 @@ def _check_config(config: Mapping[str, Any], name: str, source: SourceModel) -> 
             f"draft head {name!r} is not for this model: its vocabulary has {vocabulary} tokens, the model's "
             f"{source.vocab_size}"
         )
-    eagle = config.get("eagle_config")
-    if isinstance(eagle, dict) and eagle.get("use_aux_hidden_state") is False:
-        raise DraftError(f"draft head {name!r} reads one hidden state of the model, not three: it is no EAGLE-3 head")
 
 
-def _tokens(head: torch.Tensor | None, offsets: torch.Tensor | None, name: str, source: SourceModel) -> torch.Tensor:
-    """The model's token id of each row of the output head."""
+def draft_tokens(
+    head: torch.Tensor | None, offsets: torch.Tensor | None, name: str, source: SourceModel
+) -> torch.Tensor:
+    """The model's token id of each row of the output head; raises DraftError."""
     if head is None or not len(head) or (offsets is not None and offsets.shape != head.shape[:1]):
         raise DraftError(
             f"draft head {name!r} must have a weight lm_head.weight, and a number of d2t for each row of it"
@@ -186,19 +193,5 @@ def _step(config: Mapping[str, Any], weights: dict[str, torch.Tensor], name: str
             step = Eagle3Step(llama, len(weights["lm_head.weight"]), norm_before_residual, query_norms)
     except Exception as error:  # transformers checks a config in many ways
         raise DraftError(f"the config.json of draft head {name!r} cannot be used: {first_line(error)}") from error
-    expected = step.state_dict()
-    for key in sorted(expected.keys() ^ weights.keys()):
-        raise DraftError(
-            f"draft head {name!r} has {'no' if key in expected else 'an unknown'} weight {key}: it is no EAGLE-3 head "
-            "of a layout that is known"
-        )
-    for key, value in expected.items():
-        if weights[key].shape != value.shape:
-            raise DraftError(
-                f"draft head {name!r}: weight {key} is {list(weights[key].shape)}, not {list(value.shape)} as its "
-                "config.json says"
-            )
-        if not bool(torch.isfinite(weights[key]).all()):
-            raise DraftError(f"draft head {name!r}: weight {key} holds NaN or infinity")
-    step.load_state_dict({key: value.float() for key, value in weights.items()})
-    return step.eval().requires_grad_(False)
+    load_step(step, weights, name, "EAGLE-3")
+    return step

@@ -23,7 +23,7 @@ class DraftHead:
     """One decoder layer, or several without K/V, and an output head.
 
     Attributes:
-        kind: "EAGLE-3", "MTP" or "Gemma 4 assistant".
+        kind: "EAGLE-3", "MTP", "Gemma 4 assistant" or "DFlash".
         name: the folder or hub id that it was read from.
         step: embeddings of tokens [B, S, E], hidden states before them [B, S, D], their position_ids [B, S] -> logits
             [B, S, n], hidden states [B, S, D] for further drafts.
@@ -35,6 +35,8 @@ class DraftHead:
         fc: float32 [D, len(layers) * D], makes one of these; None where there are no `layers`.
         fc_epsilon: of the root mean square that `fc` of the hidden states is divided by; None: it is not.
         kv_layers: of the model, whose keys and values each of its layers reads; none: it has its own.
+        block_size: tokens of a block, of which it drafts all but the first in one run; 0: it drafts one token. Then
+            `step` takes the last rows of sequences too, and gives logits alone, as `DrafterPieces.attend`.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class DraftHead:
     fc: torch.Tensor | None = None
     fc_epsilon: float | None = None
     kv_layers: tuple[int, ...] = ()
+    block_size: int = 0
 
     @property
     def width(self) -> int:
@@ -76,6 +79,30 @@ def check_loaded(module: nn.Module, info: Mapping[str, Any], what: str, shared: 
     ]
     for problem in problems:
         raise DraftError(f"{what} cannot be read: {problem}: download it again")
+
+
+def load_step(step: PreTrainedModel, weights: Mapping[str, torch.Tensor], name: str, layout: str) -> None:
+    """Loads `weights`, which must be those of `step` and without NaN.
+
+    Raises:
+        DraftError: one is not; `layout` is what the head then is not.
+    """
+    expected = step.state_dict()
+    for key in sorted(expected.keys() ^ weights.keys()):
+        raise DraftError(
+            f"draft head {name!r} has {'no' if key in expected else 'an unknown'} weight {key}: it is no {layout} head "
+            "of a layout that is known"
+        )
+    for key, value in expected.items():
+        if weights[key].shape != value.shape:
+            raise DraftError(
+                f"draft head {name!r}: weight {key} is {list(weights[key].shape)}, not {list(value.shape)} as its "
+                "config.json says"
+            )
+        if not bool(torch.isfinite(weights[key]).all()):
+            raise DraftError(f"draft head {name!r}: weight {key} holds NaN or infinity")
+    step.load_state_dict({key: value.float() for key, value in weights.items()})
+    step.eval().requires_grad_(False)
 
 
 def check_embedding(table: torch.Tensor | None, what: str, source: SourceModel) -> None:

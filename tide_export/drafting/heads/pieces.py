@@ -114,8 +114,8 @@ def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
         for index in (1, 2):
             node.replace_input_with(index, None)
     common_passes.RemoveUnusedNodesPass()(model)
-    attend, propose = _split(graph, attention[-1])
-    if static_dim(propose.outputs[0], -1) != len(head.tokens):
+    attend, propose = (graph, None) if head.block_size else _split(graph, attention[-1])
+    if static_dim((propose or graph).outputs[0], -1) != len(head.tokens):
         raise DraftError(f"draft head {head.name!r} ({head.kind}) gives logits of other tokens than the model has")
     return DrafterPieces(
         attend,
@@ -127,6 +127,8 @@ def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
         max_tokens,
         tuple(sorted(set(head.layers))),
         dict(sorted(zip(head.kv_layers, shapes, strict=False))),
+        len(attention),
+        head.block_size,
     )
 
 
@@ -137,8 +139,11 @@ def _trace(head: DraftHead, matrices: dict[str, Matrix]) -> ir.Model:
         "states": torch.zeros(2, 3, head.width),
         "position_ids": torch.arange(3).expand(2, 3).contiguous(),
     }
+    outputs = ["logits", "next_states"]
+    if head.block_size:
+        inputs["last"], outputs = torch.zeros(2, 3, dtype=torch.long), outputs[:1]
     with symbolic_operators(head.model, head.masks, QuantizedWeights(None, sizes)):
-        return export_graph(head.step, inputs, ("logits", "next_states"), head.model, head.name)
+        return export_graph(head.step, inputs, outputs, head.model, head.name)
 
 
 def matrices_of(model: PreTrainedModel) -> Iterable[Matrix]:
