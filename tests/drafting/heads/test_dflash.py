@@ -15,6 +15,7 @@ from random_dflash import BLOCK, COUNTS, KV_HEADS, LAYERS, MASK, MODEL_LAYERS, W
 from random_heads import CONTEXT, VOCABULARY, drafts_cost_no_token, exported, prompt
 from random_heads import target as llama
 
+from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration.config import TideConfig
 from tide_export.compose.drafter_networks import EMBEDDINGS, DrafterPieces, compose_drafter
@@ -219,6 +220,17 @@ def test_drafts_cost_no_token(engine: Engine, threshold: float, drafter: int) ->
     made = engine.generate(TEXTS, mode="lossless", threshold=threshold, prompt_lookup=0, drafter=drafter, **given)
     assert [one.tokens for one in made] == [one.tokens for one in full]
     assert sum(one.stats.learned_drafted for one in made) > 5
+
+
+@pytest.mark.parametrize(
+    ("cost", "drafter", "pays"), [(0.7, BLOCK - 1, True), (0.7, 1, False), (2.0, BLOCK - 1, False)]
+)
+def test_a_run_must_pay_by_all_of_its_drafts(engine: Engine, cost: float, drafter: int, pays: bool) -> None:
+    verify = (0.05, 0.1, 0.2, 0.4, 0.8)
+    tuned = engine.drafting_as(Drafting((1.0,), 0, 0, (1.0,), verify, {}, drafter, cost))
+    made = tuned.generate(TEXTS, mode="lossless", **GREEDY)
+    assert [one.tokens for one in made] == [one.tokens for one in engine.generate(TEXTS, mode="full", **GREEDY)]
+    assert (sum(one.stats.learned_drafted for one in made) > 0) == pays
 
 
 def test_processed_logits_and_stop_tokens_end_blocks(engine: Engine) -> None:
