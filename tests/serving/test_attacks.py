@@ -169,7 +169,7 @@ def test_log_probabilities_and_text_are_read_once(server: Running, monkeypatch: 
     from tide_export.runtime import generation, handle
 
     made = list[int]()
-    monkeypatch.setattr(generation, "take_snapshot", lambda of: pytest.fail("the whole generation was read"))
+    monkeypatch.setattr(generation, "_logprobs", lambda *of: pytest.fail("the whole generation was read"))
     one_token = handle.token_logprobs
     monkeypatch.setattr(handle, "token_logprobs", lambda entries: made.append(1) or one_token(entries))
     handles = server.service.scheduler.submit([3, 4], max_new_tokens=30, logprobs=20, stop=["never"], stop_token_ids=[])
