@@ -93,21 +93,18 @@ def streams(figure: Figure) -> None:
 
 def bits(figure: Figure) -> None:
     axes = figure.subplots()
-    ours, llama = tables("quality-per-bit.md", "int8 and int4")
-    buys = tables("quality-per-bit.md", "What the bits buy")[0]
-    titles = ("tide-export, --weights", "llama.cpp, head in 8 bits", "rounded to nearest")
-    for i, (title, table) in enumerate(zip(titles, (ours, llama, buys), strict=True)):
-        found = [(number(row[1]), number(row[2]), row[0].removeprefix("--weights ")) for row in table[1:]]
+    _, *rows = tables("quality-per-bit.md", "Beside llama.cpp's formats")[0]
+    kinds: dict[str, list[list[str]]] = {"tide-export": [], "tide-export, gptq": [], "llama.cpp": []}
+    for row in rows:
+        kinds["llama.cpp" if "--" not in row[0] else "tide-export" + ", gptq" * ("gptq" in row[0])].append(row)
+    for i, (title, table) in enumerate(kinds.items()):
+        names = [re.sub("--weights |--quantization gptq", "", row[0]).strip() for row in table]
+        found = [(number(row[1]), number(row[2]), name) for row, name in zip(table, names, strict=True)]
         colour = colormaps["viridis"](0.05 + 0.35 * i)
         axes.plot([x for x, _, _ in found], [y for _, y, _ in found], "osD"[i], color=colour, label=title, zorder=4 - i)
-        style: dict[str, Any] = {
-            "textcoords": "offset points",
-            "fontsize": 8,
-            "color": colour,
-            "ha": ("right", "left")[i % 2],
-        }
-        for x, y, name in found if i < 2 else []:
-            axes.annotate(name.split(",")[0], (x, y), ((-8, -3), (6, 4))[i], **style)
+        place: dict[str, Any] = {"xytext": ((-8, 3), (6, 4), (6, -9))[i], "ha": "left" if i else "right"}
+        for x, y, name in found:
+            axes.annotate(name, (x, y), textcoords="offset points", fontsize=8, color=colour, **place)
     axes.set(xlabel="bits a weight", ylabel="divergence from float32, thousandths of a nat", yscale="log")
     axes.set(xlim=(4, 9), ylim=(0.01, 10))
     axes.yaxis.set_major_formatter("{x:g}")
