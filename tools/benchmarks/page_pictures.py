@@ -102,8 +102,9 @@ def bits(figure: Figure) -> None:
         found = [(number(row[1]), number(row[2]), name) for row, name in zip(table, names, strict=True)]
         colour = colormaps["viridis"](0.05 + 0.35 * i)
         axes.plot([x for x, _, _ in found], [y for _, y, _ in found], "osD"[i], color=colour, label=title, zorder=4 - i)
-        place: dict[str, Any] = {"xytext": ((-8, 3), (6, 4), (6, -9))[i], "ha": "left" if i else "right"}
         for x, y, name in found:
+            right = i == 1 or name[-1] in "MK1"  # of its neighbours' marks
+            place: dict[str, Any] = {"xytext": (6 if right else -7, -3), "ha": "left" if right else "right"}
             axes.annotate(name, (x, y), textcoords="offset points", fontsize=8, color=colour, **place)
     axes.set(xlabel="bits a weight", ylabel="divergence from float32, thousandths of a nat", yscale="log")
     axes.set(xlim=(4, 9), ylim=(0.01, 10))
