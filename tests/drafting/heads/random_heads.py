@@ -17,11 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
-from tide_export.compose.drafter_networks import EMBEDDINGS, compose_drafter
+from tide_export.compose.drafter_networks import EMBEDDINGS, DrafterPieces, compose_drafter
 from tide_export.drafting.files import QUANTIZATION, quantized
 from tide_export.drafting.heads.head import DraftHead
 from tide_export.drafting.heads.pieces import head_pieces, matrices_of
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import load_model
 from tide_export.names import paged, paged_drafter
 from tide_export.pipeline.flow import export
@@ -168,15 +169,21 @@ def as_tensor(array: Any) -> torch.Tensor:
     return array.contiguous() if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
 
 
-def network_equals_step(head: DraftHead, file: Path, rows: int = CONTEXT - 4, drafts: int = 4) -> None:
-    """Asserts that the head's network, with K/V in pages, is the head with rounded weights: for the rows of a prompt in
-    two runs, and for drafts that are made of its own states."""
-    pieces = head_pieces(head, CONTEXT)
+def rounded(head: DraftHead, context: int = CONTEXT) -> tuple[DrafterPieces, QuantizedWeights]:
+    """The head's pieces and their quantized matrices, which take the place of the head's own."""
+    pieces = head_pieces(head, context)
     weights = quantized(pieces, replace(QUANTIZATION, accuracy_level=1))  # inputs stay float32
-    ir.save(lower_for_onnxruntime(compose_drafter(pieces), weights), file)
     for matrix in matrices_of(head.model):
         if matrix.name in weights.blocks:
             matrix.write(weights.blocks[matrix.name].values())
+    return pieces, weights
+
+
+def network_equals_step(head: DraftHead, file: Path, rows: int = CONTEXT - 4, drafts: int = 4) -> None:
+    """Asserts that the head's network, with K/V in pages, is the head with rounded weights: for the rows of a prompt in
+    two runs, and for drafts that are made of its own states."""
+    pieces, weights = rounded(head)
+    ir.save(lower_for_onnxruntime(compose_drafter(pieces), weights), file)
     session = onnxruntime.InferenceSession(str(file), session_options(), providers=["CPUExecutionProvider"])
     kv_heads, head_dim = pieces.kv_shape
     pages = {kind: np.zeros((CONTEXT // 16, kv_heads, 16, head_dim), np.float32) for kind in ("key", "value")}

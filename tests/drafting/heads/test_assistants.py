@@ -26,20 +26,16 @@ from random_assistants import (
     target,
 )
 from random_assistants import drafted as reference
-from random_heads import drafts_cost_no_token, exported, prompt
+from random_heads import drafts_cost_no_token, exported, prompt, rounded
 from random_heads import target as llama
 from transformers import AutoModelForCausalLM
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration.config import TideConfig
-from tide_export.compose.drafter_networks import EMBEDDINGS, DrafterPieces, compose_drafter
-from tide_export.drafting.files import QUANTIZATION, quantized
+from tide_export.compose.drafter_networks import EMBEDDINGS, compose_drafter
 from tide_export.drafting.heads.assistant import read_assistant
-from tide_export.drafting.heads.head import DraftHead
-from tide_export.drafting.heads.pieces import head_pieces, matrices_of
 from tide_export.errors import BundleError, ConfigError, DraftError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import paged, paged_drafter
 from tide_export.pipeline.request import ExportRequest
@@ -58,16 +54,6 @@ def source(model: Path) -> SourceModel:
     return load_model(str(model))
 
 
-def rounded(head: DraftHead) -> tuple[DrafterPieces, QuantizedWeights]:
-    """The head's pieces and their quantized matrices, which take the place of the head's own."""
-    pieces = head_pieces(head, CONTEXT)
-    weights = quantized(pieces, replace(QUANTIZATION, accuracy_level=1))  # inputs stay float32
-    for matrix in matrices_of(head.model):
-        if matrix.name in weights.blocks:
-            matrix.write(weights.blocks[matrix.name].values())
-    return pieces, weights
-
-
 LAYOUTS = {"all tokens": (False, "gemma4_assistant"), "near clusters": (True, "gemma4_assistant")}
 LAYOUTS |= {"unified": (True, "gemma4_unified_assistant")}
 
@@ -82,7 +68,7 @@ def test_the_network_drafts_what_transformers_does(layout: str, source: SourceMo
     expected = reference(source.model, published, prompt(VOCABULARY, 30), [4, 5])
     for one, other in zip(reference(source.model, head.model, prompt(VOCABULARY, 30), [4, 5]), expected, strict=True):
         torch.testing.assert_close(one, other)
-    pieces, weights = rounded(head)
+    pieces, weights = rounded(head, CONTEXT)
     assert (head.kv_layers, pieces.shared_kv) == (KV_LAYERS, {1: (1, 32), 2: (2, 16)})
     file = tmp_path / "drafter.onnx"
     ir.save(lower_for_onnxruntime(compose_drafter(pieces), weights), file)
@@ -135,7 +121,7 @@ def bundle(model: Path, source: SourceModel, tmp_path_factory: pytest.TempPathFa
     """With an assistant that knows what follows in the model's greedy answers to TEXTS, as far as 4 bits allow."""
     folder, assistant = tmp_path_factory.mktemp("bundles"), Assistant.random()
     head = read_assistant(str(assistant.write(folder / "unfitted")), source)
-    rounded(head)
+    rounded(head, CONTEXT)
     states, wanted = list[torch.Tensor](), list[int]()  # every second state is without the last key
     catcher = head.model.lm_head.register_forward_pre_hook(lambda _, args: states.append(args[0][0, 0]))
     for text in TEXTS:

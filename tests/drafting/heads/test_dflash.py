@@ -12,20 +12,17 @@ import pytest
 import torch
 from ort_sessions import session_options
 from random_dflash import BLOCK, COUNTS, KV_HEADS, LAYERS, MASK, MODEL_LAYERS, WIDTH, DFlash, drafted
-from random_heads import CONTEXT, VOCABULARY, drafts_cost_no_token, exported, prompt
+from random_heads import CONTEXT, VOCABULARY, drafts_cost_no_token, exported, prompt, rounded
 from random_heads import target as llama
 
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration.config import TideConfig
-from tide_export.compose.drafter_networks import EMBEDDINGS, DrafterPieces, compose_drafter
-from tide_export.drafting.files import QUANTIZATION, quantized
+from tide_export.compose.drafter_networks import EMBEDDINGS, compose_drafter
 from tide_export.drafting.heads.dflash import read_dflash
 from tide_export.drafting.heads.head import DraftHead
-from tide_export.drafting.heads.pieces import head_pieces, matrices_of
 from tide_export.errors import BundleError, ConfigError, DraftError, GenerationError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import paged, paged_drafter
 from tide_export.pipeline.request import ExportRequest
@@ -42,16 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(model: Path) -> SourceModel:
     return load_model(str(model))
-
-
-def rounded(head: DraftHead) -> tuple[DrafterPieces, QuantizedWeights]:
-    """The head's pieces and their quantized matrices, which take the place of the head's own."""
-    pieces = head_pieces(head, CONTEXT)
-    weights = quantized(pieces, replace(QUANTIZATION, accuracy_level=1))  # inputs stay float32
-    for matrix in matrices_of(head.model):
-        if matrix.name in weights.blocks:
-            matrix.write(weights.blocks[matrix.name].values())
-    return pieces, weights
 
 
 def block_of(source: SourceModel, token: int) -> torch.Tensor:
