@@ -46,6 +46,17 @@ def test_tokens_that_are_not_kept_are_read_again_for_lenses(demo):
     assert work(demo, exit_strategy="identity", calibration_tokens_kept=2_000).again == 0
 
 
+def test_large_models_read_less_text_unless_it_was_asked_for():
+    assert TideConfig().sized(150_000_000) == TideConfig()
+    half = TideConfig().sized(494_000_000)
+    assert (half.calibration_samples, half.lens_tokens) == (36, 12_146)
+    large = TideConfig().sized(70_000_000_000)
+    assert (large.calibration_samples, large.lens_tokens) == (24, 8_000)
+    assert TideConfig(calibration_samples=120).sized(494_000_000).calibration_samples == 120
+    assert TideConfig(lens_tokens=40_000).sized(494_000_000).lens_tokens == 40_000
+    assert TideConfig(self_generated="prompts.txt").sized(494_000_000).calibration_samples == 120
+
+
 def test_seconds_are_tokens_times_costs():
     done = Work(read=1_000, again=500, lens=2_000, train=700, held_out=100)
     seconds = dict.fromkeys(("model", "head", "target", "lens", "router", "changed"), 0.0)

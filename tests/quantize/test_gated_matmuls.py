@@ -23,7 +23,7 @@ from tide_export.names.operators import (
     OP_OUTLIER_MATMUL,
     WEIGHTS_METADATA,
 )
-from tide_export.quantize.outliers import round_with_outliers
+from tide_export.quantize.outliers import add_outliers
 from tide_export.quantize.rounding import round_to_nearest
 
 FLOAT = ir.DataType.FLOAT
@@ -88,7 +88,7 @@ def mlp(op: str, rows: int = 96, columns: int = 80, change: str = "") -> ir.Mode
             blocks = round_to_nearest(values, settings)
             if op == OP_OUTLIER_MATMUL:
                 outliers = np.arange(32) + (seed if change == "other outliers" else 0)
-                blocks = round_with_outliers(values, outliers, settings, round_to_nearest)
+                blocks = add_outliers(blocks, values, outliers, settings, round_to_nearest)
             arrays = [blocks.packed, blocks.scales, *([] if blocks.outliers is None else [blocks.outliers])]
             stored = [ir.tensor(array, name=f"w{seed}.{i}") for i, array in enumerate(arrays)]
             attributes = {"K": blocks.columns, "N": rows, "bits": blocks.bits, "block_size": 32, "accuracy_level": 4}

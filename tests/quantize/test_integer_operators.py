@@ -15,7 +15,7 @@ from tide_export.bundle.manifest import Quantization
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
 from tide_export.model.quantized_weights import Blocks
 from tide_export.names.operators import DOMAIN, OP_INTEGER_MATMUL, OP_OUTLIER_MATMUL
-from tide_export.quantize.outliers import round_with_outliers
+from tide_export.quantize.outliers import add_outliers
 from tide_export.quantize.rounding import round_to_nearest
 
 OUTLIERS = np.arange(3, 67, dtype=np.int64) * 4  # 64 of 288 columns
@@ -78,7 +78,7 @@ def with_outliers(rows: int, outliers: np.ndarray = OUTLIERS) -> tuple[np.ndarra
     """Weights of 288 columns, and those rounded."""
     weight = np.random.default_rng(rows).standard_normal((rows, 288), dtype=np.float32)
     settings = Quantization("rtn", 4, 32, symmetric=True, accuracy_level=4)
-    return weight, round_with_outliers(weight, outliers, settings, round_to_nearest)
+    return weight, add_outliers(round_to_nearest(weight, settings), weight, outliers, settings, round_to_nearest)
 
 
 def test_the_operator_multiplies_outliers_by_both_their_columns(tmp_path: Path) -> None:

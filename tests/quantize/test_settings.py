@@ -13,7 +13,8 @@ from tide_export.quantize.settings import quantization_settings
 
 def test_defaults_and_choices() -> None:
     assert quantization_settings("fp32") is None
-    assert quantization_settings("int4") == Quantization("rtn", 4, 32, True, 4)
+    assert quantization_settings("int4") == Quantization("rtn", 4, 32, True, 4, 5.0)
+    assert quantization_settings("int4", symmetric=False) == Quantization("rtn", 4, 32, False, 4)
     assert quantization_settings("int8") == Quantization("rtn", 8, 64, True, 4)
     assert quantization_settings("int8", "gptq", 128, 1, False) == Quantization("gptq", 8, 128, False, 1)
 

@@ -47,6 +47,10 @@ class Settings(BaseModel):
         return cls.model_validate({name: value for name, value in options.items() if value is not None})
 
 
+FULL_SIZE = 150_000_000  # parameters of the largest model that is calibrated on all of the default text
+LEAST = {"calibration_samples": 24, "lens_tokens": 8_000}  # of larger ones
+
+
 class TideConfig(Settings):
     """Calibration and export settings (TIDE: Token-Informed Depth Execution, 0.2.1, `config.py`)."""
 
@@ -152,6 +156,17 @@ class TideConfig(Settings):
     def given(self, name: str, otherwise: Any) -> Any:
         """Returns the field `name` if it was set, `otherwise` if it has its default."""
         return getattr(self, name) if name in self.model_fields_set else otherwise
+
+    def sized(self, parameters: int) -> "TideConfig":
+        """Returns the settings with the defaults of a model of so many parameters: large ones read less text.
+
+        So a calibration with defaults takes minutes up to half a billion parameters. Text that was asked for stays.
+        """
+        share = FULL_SIZE / parameters
+        if share >= 1 or self.self_generated is not None:
+            return self
+        defaults = {name: max(least, round(share * getattr(self, name))) for name, least in LEAST.items()}
+        return self.model_copy(update={name: n for name, n in defaults.items() if name not in self.model_fields_set})
 
     def tokens_kept(self, hidden_size: int, layers: int) -> int:
         """Returns how many tokens of the training split keep their hidden states after `layers` layers.

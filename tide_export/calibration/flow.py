@@ -72,6 +72,14 @@ def calibrate(
     """
     if config.checkpoints != "auto":
         config.resolve_checkpoints(source.num_layers)  # raises before the text is read
+    before, config = config.calibration_samples, config.sized(source.model.num_parameters())
+    if config.calibration_samples < before:
+        logger.info(
+            "%s is large: %d sequences of text are read, not %d, unless --calibration-samples says otherwise",
+            source.name,
+            config.calibration_samples,
+            before,
+        )
     text = _read(source, tokenizer, config, cache)
     split = split_sequences(text.sequences, config.validation_fraction, config.test_fraction, config.seed)
     if split.unit == "sequences":

@@ -159,7 +159,7 @@ def _add_export(parser: Parser, config: bool) -> None:
         help="type of integer matmuls: 0 any, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, by far the fastest)",
     )
     parser.add_argument(
-        "--bits", type=float, metavar="X", help="int4: mean bits of the weights, scales included, 4.5 to 8 (4 bits)"
+        "--bits", type=float, metavar="X", help="int4: mean bits of the weights, scales included, 4.5 to 8 (5)"
     )
     parser.add_argument("--symmetric", type=yes_or_no, metavar="X", help="int8, int4: no zero points, yes or no (yes)")
     parser.add_argument(

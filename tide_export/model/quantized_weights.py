@@ -6,7 +6,7 @@ microsoft/onnxruntime. Needs NumPy alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -91,19 +91,14 @@ class Blocks:
             values[:, self.outliers] += values[:, self.inputs : self.columns]
         return np.ascontiguousarray(values[:, : self.inputs])
 
+    def part(self, rows: slice) -> "Blocks":
+        """Returns some of the rows."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, packed=self.packed[rows], scales=self.scales[rows], zeros=zeros)
+
     def split(self, rows: Sequence[int]) -> "list[Blocks]":
         """Cuts the matrix into parts with these numbers of rows."""
-        return [
-            Blocks(
-                self.packed[start:stop],
-                self.scales[start:stop],
-                None if self.zeros is None else self.zeros[start:stop],
-                self.columns,
-                self.bits,
-                self.outliers,
-            )
-            for start, stop in pairwise(np.cumsum([0, *rows]))
-        ]
+        return [self.part(slice(*ends)) for ends in pairwise(np.cumsum([0, *rows]))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, wraps
 from inspect import signature
 from pathlib import Path
@@ -142,9 +142,10 @@ class ExportRequest(Options):
 
     @property
     def quantization_settings(self) -> Quantization | None:
-        return quantization_settings(
+        settings = quantization_settings(
             self.weights, self.quantization, self.block_size, self.accuracy_level, self.symmetric, self.bits
         )
+        return settings if settings is None or self.flavour is None else replace(settings, budget=None)
 
     @property
     def half(self) -> str | None:

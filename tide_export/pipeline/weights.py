@@ -63,10 +63,12 @@ def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
     if request.flavour is None:
         if settings is not None:
             rounding: Rounding = round_to_nearest
+            widest = 8
             if request.for_cuda:
                 _refuse_experts(source, request)
                 rounding = round_with_scales_in(HALF[request.network_weights(source.exact_in)].numpy())
-            quantize_model(source, settings, quantization_text(source, request), rounding)
+                widest = 4  # its networks have one field of integers
+            quantize_model(source, settings, quantization_text(source, request), rounding, widest=widest)
     elif request.weights in NETWORK_MATRICES:
         half = HALF[request.network_weights(source.exact_in)].numpy()
         _refuse_experts(source, request)

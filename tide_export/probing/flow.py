@@ -97,6 +97,7 @@ def calibration_seconds(source: SourceModel, answers: Answers, config: TideConfi
         TokenSequence(number, np.array(prompt + answer, np.int32))
         for number, (prompt, answer) in enumerate(zip(answers.prompts, answers.answers, strict=True))
     ]
+    config = config.sized(source.model.num_parameters())
     length = min(config.calibration_length, context_length(source, None if source.context_length else 2048))
     total = config.calibration_samples * length
     held_out = int(total * config.validation_fraction), int(total * config.test_fraction)

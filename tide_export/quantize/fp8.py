@@ -17,7 +17,7 @@ from tide_export.common.progress import stage
 from tide_export.errors import CalibrationError, UnsupportedModelError
 from tide_export.model.quantized_weights import Fp8Matrix, QuantizedWeights
 from tide_export.model.source import SourceModel
-from tide_export.quantize.matrices import Matrix, find_matrices
+from tide_export.quantize.matrices import Change, Matrix, find_matrices
 
 logger = logging.getLogger("tide_export")
 
@@ -46,7 +46,7 @@ def quantize_to_fp8(source: SourceModel, sequences: Sequence[Sequence[int]], hal
         for module, matrix in linear.items():
             if not np.isfinite(largest[module]) or largest[module] == 0:
                 raise CalibrationError(f"the text does not reach {matrix.name}, or overflows there: give other text")
-            blocks[matrix.name] = _rounded(matrix, half, _scale(largest[module], half))
+            blocks[matrix.name] = _rounded(matrix, half, _scale(largest[module], half), Change())
             advance(1)
     source.quantized = QuantizedWeights(None, blocks)
 
@@ -57,23 +57,20 @@ def round_to_fp8(source: SourceModel, half: np.dtype) -> float:
     Returns:
         The relative error: the norm of the differences over the norm of the weights.
     """
-    squared_error = squared = 0.0
+    change = Change()
     for layer in find_matrices(source).linear:
         for matrix in layer.values():
-            before = matrix.read()
-            after = _rounded(matrix, half, 1.0).values()
-            squared_error += float(np.square(after - before, dtype=np.float64).sum())
-            squared += float(np.square(before, dtype=np.float64).sum())
-    return (squared_error / squared) ** 0.5 if squared else 0.0
+            _rounded(matrix, half, 1.0, change)
+    return change.relative
 
 
-def _rounded(matrix: Matrix, half: np.dtype, input_scale: float) -> Fp8Matrix:
-    """Rounds `matrix` in place and returns its E4M3 numbers with their scale."""
+def _rounded(matrix: Matrix, half: np.dtype, input_scale: float, change: Change) -> Fp8Matrix:
+    """Rounds `matrix` in place, adds how far to `change`, and returns its E4M3 numbers with their scale."""
     weight = matrix.read()
     scale = _scale(float(np.abs(weight).max(initial=0)), half)
     numbers = np.clip(weight / np.float32(scale), -LARGEST, LARGEST).astype(ml_dtypes.float8_e4m3fn)
     rounded = Fp8Matrix(numbers, scale, input_scale)
-    matrix.write(rounded.values())
+    matrix.write(rounded.values(), change)
     return rounded
 
 

@@ -79,16 +79,15 @@ def quantize_layer(
     linear: Mapping[nn.Module, Matrix],
     texts: Sequence[LayerInputs],
     rounded: Callable[[Matrix], Blocks],
-) -> dict[str, Blocks]:
+    keep: Callable[[Matrix, Blocks], None],
+) -> None:
     """Quantizes the matrices of one layer in place and advances `texts` to the next layer.
 
     Args:
         number: index of the layer, from 0.
         linear: the layer's matrices by module.
         rounded: rounds a matrix to the nearest integers, whose scales are kept.
-
-    Returns:
-        Name of a matrix -> its blocks.
+        keep: overwrites a matrix with its blocks.
 
     Raises:
         CalibrationError: a matrix got no inputs, or NaN or infinite ones.
@@ -96,13 +95,10 @@ def quantize_layer(
     with input_sums(linear, _products) as hessians:
         for text in texts:
             _run(layer, number, text)
-    quantized = {}
     for module, matrix in linear.items():
-        quantized[matrix.name] = blocks = compensate(matrix, hessians.get(module), rounded(matrix))
-        matrix.write(blocks.values())
+        keep(matrix, compensate(matrix, hessians.get(module), rounded(matrix)))
     for text in texts:
         text.hidden = _run(layer, number, text)
-    return quantized
 
 
 def _run(layer: nn.Module, number: int, text: LayerInputs) -> torch.Tensor:

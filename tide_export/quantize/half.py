@@ -7,7 +7,7 @@ import torch
 
 from tide_export.errors import ConfigError
 from tide_export.model.source import HALF, SourceModel
-from tide_export.quantize.matrices import find_matrices
+from tide_export.quantize.matrices import Change, find_matrices
 
 logger = logging.getLogger("tide_export")
 
@@ -30,15 +30,11 @@ def round_to_half(source: SourceModel, weights: str) -> float:
             f"weights {weights}: those of {source.name} are not {name} numbers, and are rounded only where all are in "
             "memory: omit --device-map, or give --weights fp32"
         )
-    squared_error = squared = 0.0
+    change = Change()
     for matrix in find_matrices(source).all():
-        before = matrix.read()
-        after = torch.from_numpy(before).to(half).float().numpy()
+        after = torch.from_numpy(matrix.read()).to(half).float().numpy()
         if not np.isfinite(after).all():
             raise ConfigError(f"weight {matrix.name} holds a number too large for {name}: use bf16 or fp32")
-        squared_error += float(np.square(after - before, dtype=np.float64).sum())
-        squared += float(np.square(before, dtype=np.float64).sum())
-        matrix.write(after)
-    error = (squared_error / squared) ** 0.5 if squared else 0.0
-    logger.info("rounded the weights to %s, which changed them by %.2g %%", name, 100 * error)
-    return error
+        matrix.write(after, change)
+    logger.info("rounded the weights to %s, which changed them by %.2g %%", name, 100 * change.relative)
+    return change.relative

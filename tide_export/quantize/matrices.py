@@ -19,9 +19,23 @@ from transformers.pytorch_utils import Conv1D
 
 from tide_export.model.source import SourceModel
 
+ROWS = 4096  # of a matrix, that are worked on at a time
 MIN_SIZE = 16  # minimum rows and columns; a gate of one output is not worth a block
 LINEAR_FORWARDS: dict[type[nn.Module], Callable] = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass
+class Change:
+    """How far matrices were changed: sums of squares of the differences, and of the weights before."""
+
+    differences: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The norm of the differences over the norm of the weights."""
+        return (self.differences / self.weights) ** 0.5 if self.weights else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +55,11 @@ class Matrix:
     expert: int | None = None
 
     @property
+    def rows(self) -> int:
+        """The number of rows, N."""
+        return int(self._stored().shape[1 if self.transposed else 0])
+
+    @property
     def columns(self) -> int:
         """The number of columns, K."""
         return int(self._stored().shape[0 if self.transposed else 1])
@@ -56,10 +75,14 @@ class Matrix:
         return (stored.T if self.transposed else stored).detach().float().cpu().contiguous().numpy().copy()
 
     @torch.no_grad()
-    def write(self, values: np.ndarray) -> None:
-        """Overwrites the matrix with `values`, float32 [N, K]."""
-        new = torch.from_numpy(values)
-        self._stored().copy_(new.T if self.transposed else new)
+    def write(self, values: np.ndarray, change: Change) -> None:
+        """Overwrites the matrix with `values`, float32 [N, K], and adds to `change` how far they are from it."""
+        stored = self._stored().T if self.transposed else self._stored()
+        for old, new in zip(stored.split(ROWS), torch.from_numpy(values).split(ROWS), strict=True):
+            before = old.float().cpu()
+            change.differences += float((new - before).double().square().sum())
+            change.weights += float(before.double().square().sum())
+            old.copy_(new)
 
     def _stored(self) -> torch.Tensor:
         return self.parameter if self.expert is None else self.parameter[self.expert]
@@ -179,7 +202,7 @@ def _run_once(source: SourceModel) -> tuple[set[nn.Module], list[nn.Embedding]]:
     embeddings: list[nn.Embedding] = []
 
     def record(module: nn.Module, args: tuple, _result: object) -> None:
-        if isinstance(module, nn.Embedding) and module not in executed and args and torch.equal(args[0].cpu(), ids):
+        if isinstance(module, nn.Embedding) and module not in executed and _are_equal(args, ids):
             embeddings.append(module)
         executed.add(module)
 
@@ -188,6 +211,11 @@ def _run_once(source: SourceModel) -> tuple[set[nn.Module], list[nn.Embedding]]:
             hooks.enter_context(module.register_forward_hook(record))
         source.run(ids.to(source.device), [])
     return executed, embeddings
+
+
+def _are_equal(args: tuple, ids: torch.Tensor) -> bool:
+    """Returns whether the first argument is `ids`: some embeddings of positions take a shape."""
+    return bool(args) and torch.is_tensor(args[0]) and torch.equal(args[0].cpu(), ids)
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """Rounds matrices to the nearest integers, for ONNX Runtime by its own kernel and for TensorRT."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.model.quantized_weights import Blocks
+from tide_export.quantize.matrices import ROWS
 
-ROWS = 4096  # rows of a matrix that are rounded at a time
 FACTORS = np.linspace(7.1, 8.9, 10, dtype=np.float32) / 8  # of the steps to the largest weight of a block
 
 Rounding = Callable[[np.ndarray, Quantization], Blocks]
@@ -20,6 +21,22 @@ def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
     Without zero points, scales of 4 bits are those of `least_squares`, and all are rounded to float16, which halves
     their bytes when the model runs.
     """
+    return _by_rows(weight, lambda rows: _nearest(rows, settings))
+
+
+def _by_rows(weight: np.ndarray, rounded: Callable[[np.ndarray], Blocks]) -> Blocks:
+    """Rounds `weight` some rows at a time, which takes little memory."""
+    parts = [rounded(weight[first : first + ROWS]) for first in range(0, len(weight), ROWS)]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(
+        parts[0],
+        packed=np.concatenate([part.packed for part in parts]),
+        scales=np.concatenate([part.scales for part in parts]),
+        zeros=np.concatenate(zeros) if zeros else None,
+    )
+
+
+def _nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
     from onnxruntime.capi import _pybind_state as kernels
 
     quantize = {4: kernels.quantize_matmul_4bits, 8: kernels.quantize_matmul_8bits}[settings.bits]
@@ -46,18 +63,14 @@ def least_squares(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
     Args:
         weights: float32 [N, n, block size].
     """
-    found = scales.copy()
-    for first in range(0, len(weights), ROWS):
-        part, largest = weights[first : first + ROWS], scales[first : first + ROWS]
-        steps = np.divide(part, largest[..., None], out=np.zeros_like(part), where=largest[..., None] != 0)
-        best = np.full(largest.shape, -1.0, np.float32)
-        for factor in FACTORS:
-            integers = np.clip(np.rint(steps * factor), -8, 7)
-            products, squares = (np.einsum("nbk,nbk->nb", integers, other) for other in (part, integers))
-            scale = np.divide(products, squares, out=np.zeros_like(products), where=squares > 0)
-            better = products * scale > best
-            best = np.where(better, products * scale, best)
-            found[first : first + ROWS] = np.where(better, scale, found[first : first + ROWS])
+    found, best = scales, np.full(scales.shape, -1.0, np.float32)
+    steps = np.divide(weights, scales[..., None], out=np.zeros_like(weights), where=scales[..., None] != 0)
+    for factor in FACTORS:
+        integers = np.clip(np.rint(steps * factor), -8, 7)
+        products, squares = (np.einsum("nbk,nbk->nb", integers, other) for other in (weights, integers))
+        scale = np.divide(products, squares, out=np.zeros_like(products), where=squares > 0)
+        better = products * scale > best
+        best, found = np.where(better, products * scale, best), np.where(better, scale, found)
     return found
 
 
@@ -70,12 +83,10 @@ def _float16(scales: np.ndarray) -> np.ndarray:
 
 def _rounded(weight: np.ndarray, scales: np.ndarray, settings: Quantization) -> Blocks:
     """Quantizes `weight` [N, K] without zero points with `scales` [N, blocks]."""
-    integers, zero = np.empty(weight.shape, np.uint8), 2 ** (settings.bits - 1)
-    for first in range(0, len(weight), ROWS):
-        part = weight[first : first + ROWS]
-        scale = np.repeat(scales[first : first + ROWS], settings.block_size, 1)[:, : weight.shape[1]]
-        steps = np.divide(part, scale, out=np.zeros_like(part), where=scale != 0)
-        integers[first : first + ROWS] = np.clip(np.rint(steps) + zero, 0, 2 * zero - 1)
+    zero = 2 ** (settings.bits - 1)
+    scale = np.repeat(scales, settings.block_size, 1)[:, : weight.shape[1]]
+    steps = np.divide(weight, scale, out=np.zeros_like(weight), where=scale != 0)
+    integers = np.clip(np.rint(steps) + zero, 0, 2 * zero - 1).astype(np.uint8)
     return Blocks.from_integers(integers, scales, np.full_like(scales, zero), settings)
 
 
@@ -83,10 +94,10 @@ def round_with_scales_in(half: np.dtype) -> Rounding:
     """Returns `round_to_nearest`, without zero points, with scales that are numbers of type `half`."""
 
     def rounded(weight: np.ndarray, settings: Quantization) -> Blocks:
-        scales = round_to_nearest(weight, settings).scales
+        scales = _nearest(weight, settings).scales
         return _rounded(weight, scales.astype(half).astype(np.float32), settings)
 
-    return rounded
+    return lambda weight, settings: _by_rows(weight, lambda rows: rounded(rows, settings))
 
 
 def round_for_tensorrt(half: np.dtype) -> Rounding:

@@ -10,7 +10,7 @@ QUANTIZED = tuple(BITS)
 CALIBRATED = ("gptq",)  # methods that read text
 METHODS = ("rtn", *CALIBRATED)
 DEFAULTS: dict[str, Any] = {"quantization": "rtn", "accuracy_level": INT8_MATMULS, "symmetric": True}
-MAX_BUDGET = 8
+DEFAULT_BUDGET, MAX_BUDGET = 5.0, 8
 DEFAULT_BLOCK_SIZES = {"int8": 64, "int4": 32}
 
 
@@ -34,7 +34,7 @@ def quantization_settings(
         accuracy_level: precision of matmuls, as in com.microsoft.MatMulNBits: 0 the engine's choice, 1 float32,
             2 float16, 3 bfloat16, 4 inputs rounded to 8 bits too.
         symmetric: without zero points.
-        budget: of int4: bits a weight of layers and head, scales included; None: 4 bits and outlier columns alone.
+        budget: of int4 without zero points: bits a weight of layers and head, scales included.
 
     Raises:
         ConfigError: a value is out of range, or an option of quantized weights is given for other weights.
@@ -61,6 +61,8 @@ def quantization_settings(
         raise ConfigError(f"quantization {chosen['quantization']!r} is none of {', '.join(METHODS)}")
     if chosen["block_size"] not in BLOCK_SIZES:
         raise ConfigError(f"block size {chosen['block_size']} is none of {', '.join(map(str, BLOCK_SIZES))}")
+    if weights == "int4" and chosen["symmetric"] and budget is None:
+        budget = DEFAULT_BUDGET
     _check_budget(budget, chosen["block_size"])
     return Quantization(
         method=chosen["quantization"],

@@ -33,7 +33,7 @@ from tide_export.names.operators import (
 from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.quantize.fp8 import round_to_fp8
 from tide_export.quantize.half import round_to_half
-from tide_export.quantize.matrices import find_matrices, own_head, own_head_name
+from tide_export.quantize.matrices import Change, find_matrices, own_head, own_head_name
 from tide_export.runtime.engine import Engine, open_engine
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
@@ -63,8 +63,7 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
     if any(names == [head] for names, _ in stored_matrices(bundle)):
         own_head(source)
     rows = {matrix.name: matrix for matrix in find_matrices(source).all()}
-    squared_error = squared = 0.0
-    done: set[str] = set()
+    change, done = Change(), set[str]()
     for names, whole in stored_matrices(bundle):
         if names == [DRAFT_HEAD_FUSION]:  # belongs to a draft head, not to the model
             continue
@@ -73,20 +72,16 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
             raise BundleError(f"bundle '{bundle.path}' has a quantized matrix {unknown} that {source.name} has not")
         if done.issuperset(names):
             continue  # a shared embedding and head
-        before = [rows[name].read() for name in names]
-        if sum(map(len, before)) != whole.rows or {old.shape[1] for old in before} != {whole.inputs}:
+        if sum(rows[name].rows for name in names) != whole.rows or {rows[n].columns for n in names} != {whole.inputs}:
             raise BundleError(
                 f"bundle '{bundle.path}': the quantized matrix {names[0]} is of another size than its model's"
             )
-        for name, old, part in zip(names, before, whole.split([len(old) for old in before]), strict=True):
-            new = part.values()
-            squared_error += float(np.square(new - old, dtype=np.float64).sum())
-            squared += float(np.square(old, dtype=np.float64).sum())
-            rows[name].write(new)
+        for name, part in zip(names, whole.split([rows[name].rows for name in names]), strict=True):
+            rows[name].write(part.values(), change)
         done.update(names)
     if not done:
         raise BundleError(f"bundle '{bundle.path}' has no quantized matrix, though its manifest says so")
-    return (squared_error / squared) ** 0.5 if squared else 0.0
+    return change.relative
 
 
 def computes_in_float32(bundle: Bundle) -> bool:

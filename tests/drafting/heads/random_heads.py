@@ -26,6 +26,7 @@ from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.source import load_model
 from tide_export.names import paged, paged_drafter
 from tide_export.pipeline.flow import export
+from tide_export.quantize.matrices import Change
 from tide_export.routers.drafter_weights import CONFIDENCES
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine
@@ -175,7 +176,7 @@ def rounded(head: DraftHead, context: int = CONTEXT) -> tuple[DrafterPieces, Qua
     weights = quantized(pieces, replace(QUANTIZATION, accuracy_level=1))  # inputs stay float32
     for matrix in matrices_of(head.model):
         if matrix.name in weights.blocks:
-            matrix.write(weights.blocks[matrix.name].values())
+            matrix.write(weights.blocks[matrix.name].values(), Change())
     return pieces, weights
 
 
