@@ -18,9 +18,12 @@ from tide_export.bundle.file_names import GRAPH_FILE
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
+from tide_export.errors import ConfigError
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import load_model
 from tide_export.pipeline import flow as pipeline
+from tide_export.quantize.flow import quantize_model
+from tide_export.quantize.settings import quantization_settings
 from tide_export.routers.random_routers import random_routers
 from tide_export.trace.offloaded_weights import LARGE, placeholder_weights
 from tide_export.verify import export_gate as export_check
@@ -97,6 +100,14 @@ def test_weights_left_on_disk_make_the_same_bundle(folder: Path, plain: Path, tm
     assert set(weights) == set(same)
     for name in weights:
         assert np.array_equal(weights[name].const_value.numpy(), same[name].const_value.numpy()), name
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_weights_left_on_disk_are_not_rounded(folder: Path, weights: str) -> None:
+    source, settings = load_model(folder / "model", device_map={"": "disk"}), quantization_settings(weights)
+    assert settings is not None
+    with pytest.raises(ConfigError, match=f"weights {weights}: .* only where all are in memory: omit --device-map"):
+        quantize_model(source, settings)
 
 
 def test_large_weights_are_stood_in_for_and_everything_is_put_back(folder: Path) -> None:

@@ -16,7 +16,7 @@ from tide_export.model.quantized_weights import Blocks, QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.quantize.budget import Format, choose_formats
 from tide_export.quantize.gptq import compensate, head_hessian, quantize_layer, record_layer_inputs
-from tide_export.quantize.matrices import Change, Matrix, find_matrices
+from tide_export.quantize.matrices import Change, Matrix, find_matrices, refuse_offloaded
 from tide_export.quantize.outliers import add_outliers
 from tide_export.quantize.rounding import Rounding, round_to_nearest
 
@@ -45,8 +45,10 @@ def quantize_model(
 
     Raises:
         CalibrationError: the texts do not reach every layer.
+        ConfigError: some of the weights are not in memory.
         UnsupportedModelError: the model has no matrix that can be quantized.
     """
+    refuse_offloaded(source, f"int{settings.bits}")
     formats: dict[int, Format] = {}
     if settings.budget is not None and outside:
         formats = choose_formats(source, settings, rounding, widest)

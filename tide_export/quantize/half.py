@@ -7,7 +7,7 @@ import torch
 
 from tide_export.errors import ConfigError
 from tide_export.model.source import HALF, SourceModel
-from tide_export.quantize.matrices import Change, find_matrices
+from tide_export.quantize.matrices import Change, find_matrices, refuse_offloaded
 
 logger = logging.getLogger("tide_export")
 
@@ -25,11 +25,7 @@ def round_to_half(source: SourceModel, weights: str) -> float:
         ConfigError: some of the weights are not in memory, or a number is too large for the dtype.
     """
     half, name = HALF[weights], str(HALF[weights]).removeprefix("torch.")
-    if any(parameter.is_meta for parameter in source.model.parameters()):
-        raise ConfigError(
-            f"weights {weights}: those of {source.name} are not {name} numbers, and are rounded only where all are in "
-            "memory: omit --device-map, or give --weights fp32"
-        )
+    refuse_offloaded(source, weights)
     change = Change()
     for matrix in find_matrices(source).all():
         after = torch.from_numpy(matrix.read()).to(half).float().numpy()

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tide_export.errors import ConfigError
 from tide_export.model.source import SourceModel
 
 ROWS = 4096  # of a matrix, that are worked on at a time
@@ -169,6 +170,19 @@ def find_matrices(source: SourceModel) -> Matrices:
             outside.append(Matrix(names[id(parameter)], parameter, isinstance(module, Conv1D)))
             seen.add(id(parameter))
     return Matrices(outside, linear, routed, unquantized)
+
+
+def refuse_offloaded(source: SourceModel, weights: str) -> None:
+    """Refuses to round weights that are not in memory.
+
+    Raises:
+        ConfigError: some of the weights are not in memory.
+    """
+    if any(parameter.is_meta for parameter in source.model.parameters()):
+        raise ConfigError(
+            f"weights {weights}: those of {source.name} are rounded only where all are in memory: omit --device-map "
+            "or give --weights fp32"
+        )
 
 
 def own_head(source: SourceModel) -> None:
