@@ -1,4 +1,4 @@
-"""Chooses how each matrix of an int4 model is rounded under one budget of bits, by the divergence that it adds.
+"""Chooses each matrix's format in an int4 model, under one budget of bits, by the divergence it adds.
 
 Formats: 4 bits; 4 bits and second columns for the 1/32, 1/16 or 1/8 of the columns that add most (`quantize.outliers`);
 8 bits. To second order, the KL divergence from the unrounded model is half the mean square of what the errors change in
@@ -76,9 +76,9 @@ class _Group:
 def choose_formats(
     source: SourceModel, settings: Quantization, rounding: Rounding, widest: int = 8
 ) -> dict[int, Format]:
-    """Chooses formats of layers and head that together take `settings.budget` bits a weight, with scales, or less.
+    """Chooses formats of layers and head that together take at most `settings.budget` bits a weight.
 
-    Matrices of the same inputs get the same. Experts, and what no random token reaches, have 4 bits. A head that is
+    Scales count. Matrices of the same inputs get the same. Experts, and what no random token reaches, have 4 bits. A head that is
     tied to the embedding gets a matrix of its own, unless 8 bits are chosen, which the embedding has.
 
     Args:

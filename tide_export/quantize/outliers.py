@@ -1,4 +1,4 @@
-"""Rounds matrices of 4 bits with outlier columns, of which a second column holds what rounding the first leaves.
+"""Adds second columns to matrices of 4 bits, which hold what rounding outlier columns leaves.
 
 In language models a few inputs of a matrix are much larger than the others, and an error of their columns counts most
 (LLM.int8(), Dettmers et al., https://arxiv.org/abs/2208.07339; OWQ, Lee et al., https://arxiv.org/abs/2306.02272). Two
@@ -34,7 +34,11 @@ def outlier_count(columns: int, settings: Quantization, share: int) -> int:
 def add_outliers(
     first: Blocks, weight: np.ndarray, outliers: np.ndarray, settings: Quantization, rounding: Rounding
 ) -> Blocks:
-    """Adds second columns for `outliers`, int64 [R], to `first`, which is `weight`, float32 [N, K], in 4 bits."""
+    """Adds second columns for `outliers`, int64 [R], to a matrix in 4 bits.
+
+    Args:
+        first: `weight`, float32 [N, K], in 4 bits.
+    """
     left = weight[:, outliers] - first.values()[:, outliers]
     second = rounding(np.ascontiguousarray(left), settings)
     return replace(
