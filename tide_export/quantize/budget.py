@@ -78,8 +78,8 @@ def choose_formats(
 ) -> dict[int, Format]:
     """Chooses formats of layers and head that together take at most `settings.budget` bits a weight.
 
-    Scales count. Matrices of the same inputs get the same. Experts, and what no random token reaches, have 4 bits. A head that is
-    tied to the embedding gets a matrix of its own, unless 8 bits are chosen, which the embedding has.
+    Scales count. Matrices of the same inputs get the same. Experts, and what no random token reaches, have 4 bits. A
+    head that is tied to the embedding gets a matrix of its own, unless 8 bits are chosen, which the embedding has.
 
     Args:
         widest: 4 where no matrix may have 8 bits.
