@@ -1,14 +1,18 @@
 """Networks for CUDA: the operators they have, in 16 and 4 bits, and that each has a kernel in ONNX Runtime."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from families import build
+from tiny_configs import small_llama
 from tiny_engines import bound, engine_of, segments_of
+from transformers import LlamaForCausalLM
 
 from tide_export.bundle.attention_kernels import attention_kernel, attention_kernels
 from tide_export.bundle.file_names import network_file
@@ -20,7 +24,7 @@ from tide_export.errors import BuildError, GraphError, ProviderError, Unsupporte
 from tide_export.graph.rewriting import FLOAT
 from tide_export.lower.cuda.kernels import KERNELS, check_kernels, check_nodes, kernels
 from tide_export.lower.cuda.lower import check_for_cuda, networks_for_cuda
-from tide_export.model.source import SourceModel
+from tide_export.model.source import SourceModel, wrap_model
 from tide_export.names.networks import HEAD, segment_name
 from tide_export.plans.rebuild import rebuild
 from tide_export.quantize.flow import quantize_model
@@ -84,6 +88,23 @@ def test_matrices_in_four_bits_compute_what_pytorch_does(weights: str, tmp_path:
     assert len(matmuls) == 5 * CHECKPOINT
     engine = open_engine(bundle, "cpu-networks", threads=1)
     check = check_full(engine, source, PROMPTS, 12, tolerance=TOLERANCES[weights])
+    assert check.holds, check.differences
+
+
+def test_outlier_columns_compute_what_pytorch_does(tmp_path: Path, traces) -> None:
+    torch.manual_seed(0)
+    source = wrap_model(LlamaForCausalLM(small_llama(512, 256, 4, 512)), "wide")
+    quantize_model(source, replace(INT4, budget=5.0), (), round_with_scales_in(HALF), widest=4)
+    assert source.quantized is not None
+    found = Counter((matrix.bits, matrix.outliers is None) for matrix in source.quantized.blocks.values())
+    assert found[4, False] > source.num_layers
+    assert found[8, True] == 1, "only the embedding has 8 bits"
+    routers = random_routers(source, (CHECKPOINT,), range(3, 43), bottleneck=16)
+    pieces = cut(traces(source, routers.checkpoints, bound(source)), bound(source))
+    engine_of(source, routers, tmp_path / "b", pieces)
+    bundle = segments_of(source, routers, tmp_path / "b", pieces, "fp32", "cuda")
+    engine = open_engine(bundle, "cpu-networks", threads=1)
+    check = check_full(engine, source, PROMPTS, 12, tolerance=TOLERANCES["fp32"])
     assert check.holds, check.differences
 
 

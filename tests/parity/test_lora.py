@@ -155,13 +155,16 @@ def test_a_drafter_and_an_audit_beside_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", exhaustive_but(["int4 with outliers"], ["bf16", "int4", "int4 with outliers"]))
 def test_fused_layers_take_adapters(weights: str, tmp_path: Path) -> None:
-    source = build("llama")
-    if weights == "int4 with outliers":
+    source, budget = build("llama"), None
+    if outliers := weights == "int4 with outliers":
+        budget = 5.0
         weights, config = "int4", small_llama(512, 256, len(source.structure.layers), 512)
         torch.manual_seed(0)
         source = wrap_model(LlamaForCausalLM(config), "wide")
     if weights == "int4":
-        quantize_model(source, Quantization("rtn", 4, 32, True, 4))
+        quantize_model(source, Quantization("rtn", 4, 32, True, 4, budget))
+        assert source.quantized is not None
+        assert any(blocks.outliers is not None for blocks in source.quantized.blocks.values()) == outliers
     else:
         round_to_half(source, weights)
     bundle = exported(source, tmp_path / "bundle", half=weights if weights == "bf16" else None)

@@ -1,6 +1,7 @@
 """Which matrices of a model are quantized, and what is left in the model behind it."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,10 @@ def texts(count: int) -> list[list[int]]:
     return [torch.randint(3, 500, (48,), generator=generator).tolist() for _ in range(count)]
 
 
-def test_gptq_is_nearer_to_the_model_than_rounding_on_text_it_has_not_seen(two_layers: Path, demo_text_ids) -> None:
+@pytest.mark.parametrize("budget", [None, 4.8])  # with outlier columns, and a head of 4 bits
+def test_gptq_is_nearer_to_the_model_than_rounding_on_text_it_has_not_seen(
+    two_layers: Path, demo_text_ids: list[int], budget: float | None
+) -> None:
     """On a trained model: random ones have nothing between their inputs that could make up for an error."""
     source = load_model(two_layers)
     sequences = [demo_text_ids[start : start + 96] for start in range(0, 960, 96)]
@@ -81,7 +85,11 @@ def test_gptq_is_nearer_to_the_model_than_rounding_on_text_it_has_not_seen(two_l
         distance = []
         for settings in (INT4, GPTQ):
             made = copy.deepcopy(source)
-            quantize_model(made, settings, sequences[:8])
+            quantize_model(made, replace(settings, budget=budget), sequences[:8])
+            assert made.quantized is not None
+            blocks = made.quantized.blocks
+            assert any(matrix.outliers is not None for matrix in blocks.values()) == (budget is not None)
+            assert ("lm_head.weight" in blocks) == (budget is not None)
             got = made.model(ids).logits.log_softmax(-1)
             distance.append(float(torch.nn.functional.kl_div(got, wanted, log_target=True, reduction="batchmean")))
     assert distance[1] < 0.9 * distance[0]
