@@ -24,6 +24,7 @@ PARSED_ONLY = {
     "MODEL": "a placeholder, where a page is about models, engines or processes that tests have not",
     "BUNDLE": "as MODEL",
     "out/qwen": "the bundle of a model on the hub: tests have no network",
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": "that model",
     "model.Q4_K_M.gguf": "made by tests/model/test_gguf.py",
     "out/bf16": "run by tests/quantize on a smaller model",
     "out/looped": "made by tests/model/test_train_looped.py",

@@ -115,7 +115,9 @@ class TestRefusals:
         return str(error.value)
 
     def test_empty(self, tmp_path: Path) -> None:
-        assert self.refused(tmp_path, "\n \n").endswith("prompts.txt holds no prompts")
+        assert self.refused(tmp_path, "\n \n").endswith(
+            "prompts.txt holds no prompts: write one a line, or .jsonl with `prompt` or `text`"
+        )
 
     def test_missing(self, tmp_path: Path) -> None:
         with pytest.raises(DraftError, match=r"cannot read prompts from .*none.txt"):

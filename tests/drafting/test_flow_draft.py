@@ -64,7 +64,7 @@ def stand_in(folder: Path, target: Target, patch: pytest.MonkeyPatch) -> SimpleN
     def check(path, weights_sha256=None, width=None):
         assert width in (None, target.embeddings.shape[1])
         if weights_sha256 not in (None, target.weights_sha256):
-            raise DraftError(f"bundle {path} was exported from another model than the one given: its weights differ")
+            raise DraftError(f"bundle {path} was exported from another model than the one given: name that model")
         return SimpleNamespace(path=stub.path, manifest=SimpleNamespace(weights="fp32", drafting=None))
 
     def load(path, provider, threads):

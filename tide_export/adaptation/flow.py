@@ -178,7 +178,9 @@ def _read(
     held_out = held_out[: max(1, -(-config.held_out_tokens // length))]
     largest = max(int(sequence.ids.max()) for sequence in texts + held_out)
     if largest >= source.vocab_size:
-        raise ModelError(f"the tokenizer gives token {largest}, and the model knows {source.vocab_size}")
+        raise ModelError(
+            f"the tokenizer gives token {largest}, and the model knows {source.vocab_size}: it is another model's"
+        )
     return texts, held_out
 
 

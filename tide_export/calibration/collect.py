@@ -183,5 +183,5 @@ def _check_finite(source: SourceModel, hidden: dict[int, torch.Tensor]) -> None:
         if not bool(torch.isfinite(one).all()):
             raise CalibrationError(
                 f"model {source.name!r} gives NaN or infinity in its hidden state after layer {layers}: "
-                "no router can be fitted to it"
+                "no router can be fitted to it, as its weights are damaged or overflow in float32"
             )

@@ -47,7 +47,7 @@ class Processes:
             raise CalibrationError(
                 f"{count} processes on several machines: calibration and adapt share files, so launch all on one"
             )
-        state = _attempt(_join, "the processes of this run do not find each other")
+        state = _attempt(_join, "the processes of this run do not find each other, start all on one machine")
         return cls(state.process_index, state.num_processes)
 
     @property
@@ -64,7 +64,7 @@ class Processes:
         if self.count > 1:
             import torch
 
-            _attempt(torch.distributed.barrier, "another process of this run ended or hangs")
+            _attempt(torch.distributed.barrier, "another process of this run ended or hangs, see its output")
 
     def from_main(self, compute: Callable[[], str]) -> str:
         """Calls `compute` in the main process and returns its result in every process.
@@ -79,7 +79,7 @@ class Processes:
 
         _attempt(
             lambda: torch.distributed.broadcast_object_list(values, src=0),
-            "another process of this run ended or hangs",
+            "another process of this run ended or hangs, see its output",
         )
         return values[0]
 
@@ -104,7 +104,7 @@ class Processes:
 
             _attempt(
                 lambda: torch.distributed.all_gather_object(values, value),
-                "another process of this run ended or hangs",
+                "another process of this run ended or hangs, see its output",
             )
         return values
 

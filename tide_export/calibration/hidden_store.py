@@ -242,5 +242,5 @@ def _locked(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
-        raise CalibrationError(f"calibration folder {folder} is in use by another run") from error
+        raise CalibrationError(f"calibration folder {folder} is in use by another run: give another --cache") from error
     return lock

@@ -48,7 +48,8 @@ def split_sequences(
         )
     if len(sequences) < 3:
         raise CalibrationError(
-            f"the dataset gives {len(sequences)} sequence(s): routers need at least 3, to fit, to validate and to test"
+            f"the dataset gives {len(sequences)} sequence(s): routers need at least 3, to fit, to "
+            "validate and to test: give more text"
         )
     tokens: Counter[int] = Counter()
     for sequence in sequences:

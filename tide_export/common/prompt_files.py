@@ -23,7 +23,7 @@ def read_prompts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise GenerationError(f"cannot read prompts from {path}: {reason(error)}") from None
     if not lines:
-        raise GenerationError(f"{path} holds no prompts")
+        raise GenerationError(f"{path} holds no prompts: write one a line, or .jsonl with `prompt` or `text`")
     if path.suffix != ".jsonl":
         return lines
     return [_prompt_of(path, number, line) for number, line in enumerate(lines, 1)]

@@ -42,7 +42,7 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
             "without --draft-head to train a drafter"
         )
     if weights_sha256 is not None and manifest.model.weights_sha256 != weights_sha256:
-        raise DraftError(f"bundle {bundle} was exported from another model than the one given: its weights differ")
+        raise DraftError(f"bundle {bundle} was exported from another model than the one given: name that model")
     shape = embedding_of(opened.path / GRAPH_FILE, FLOAT).graph.outputs[0].shape
     if width is not None and (shape is None or shape[-1] != width):
         raise DraftError(

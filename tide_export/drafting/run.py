@@ -217,10 +217,11 @@ class Run:
         check_space(self._folder, int(needed), f"the answers of {duration(total)}")
 
     def _new_trainer(self, tokens: np.ndarray | None = None) -> Trainer:
-        """Returns a trainer for `tokens`, by default the most frequent ones in the answers so far."""
+        """Returns a trainer for `tokens`, by default the most frequent ones in the answers to train on so far."""
         target, store, seed = self._target, self._store, self._config.seed
         if tokens is None:
-            tokens = frequent_tokens(store.answers, self._config.vocabulary, target.vocabulary)
+            trained_on = [answer for answer in store.answers if not answer.held_out]
+            tokens = frequent_tokens(trained_on, self._config.vocabulary, target.vocabulary)
         token_ids = torch.from_numpy(tokens).to(target.head.device)
         generator = np.random.default_rng(seed)
         sample = generator.permutation(len(store.answers))[:SAMPLED_ANSWERS]

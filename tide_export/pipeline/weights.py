@@ -112,7 +112,7 @@ def _refuse_experts(source: SourceModel, request: ExportRequest) -> None:
     if any(find_matrices(source).experts):
         raise UnsupportedModelError(
             f"{source.architecture} has experts, which {request.network_target} takes in 16 bits or more alone, not in "
-            f"{request.weights}"
+            f"{request.weights}: omit --weights"
         )
 
 

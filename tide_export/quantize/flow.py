@@ -16,7 +16,7 @@ from tide_export.model.quantized_weights import Blocks, QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.quantize.budget import Format, choose_formats
 from tide_export.quantize.gptq import compensate, head_hessian, quantize_layer, record_layer_inputs
-from tide_export.quantize.matrices import Change, Matrix, find_matrices, refuse_offloaded
+from tide_export.quantize.matrices import ROWS, Change, Matrix, find_matrices, refuse_offloaded
 from tide_export.quantize.outliers import add_outliers
 from tide_export.quantize.rounding import Rounding, round_to_nearest
 
@@ -72,7 +72,8 @@ def quantize_model(
 
         def keep(matrix: Matrix, quantized: Blocks) -> None:
             blocks[matrix.name] = quantized
-            matrix.write(quantized.values(), change)
+            for first in range(0, quantized.rows, ROWS):  # of a head all values are a quarter of a small model
+                matrix.write(quantized.part(slice(first, first + ROWS)).values(), change, first)
             advance(1)
 
         calibrated = settings.method == "gptq"

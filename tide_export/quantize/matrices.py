@@ -71,19 +71,21 @@ class Matrix:
         return self._stored().numel()
 
     def read(self) -> np.ndarray:
-        """Returns a float32 copy, [N, K]."""
-        stored = self._stored()
-        return (stored.T if self.transposed else stored).detach().float().cpu().contiguous().numpy().copy()
+        """Returns the matrix, float32 [N, K]: not to be changed, as it may be the model's own memory."""
+        return self._rows().detach().float().cpu().contiguous().numpy()
 
     @torch.no_grad()
-    def write(self, values: np.ndarray, change: Change) -> None:
-        """Overwrites the matrix with `values`, float32 [N, K], and adds to `change` how far they are from it."""
-        stored = self._stored().T if self.transposed else self._stored()
+    def write(self, values: np.ndarray, change: Change, first: int = 0) -> None:
+        """Overwrites rows, from `first` on, with `values`, float32 [n, K], and adds the change to `change`."""
+        stored = self._rows()[first : first + len(values)]
         for old, new in zip(stored.split(ROWS), torch.from_numpy(values).split(ROWS), strict=True):
             before = old.float().cpu()
             change.differences += float((new - before).double().square().sum())
             change.weights += float(before.double().square().sum())
             old.copy_(new)
+
+    def _rows(self) -> torch.Tensor:
+        return self._stored().T if self.transposed else self._stored()
 
     def _stored(self) -> torch.Tensor:
         return self.parameter if self.expert is None else self.parameter[self.expert]

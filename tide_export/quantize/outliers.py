@@ -11,6 +11,7 @@ import numpy as np
 
 from tide_export.bundle.manifest import INT8_MATMULS, Quantization
 from tide_export.model.quantized_weights import Blocks
+from tide_export.quantize.matrices import ROWS
 from tide_export.quantize.rounding import Rounding
 
 MIN_COLUMNS = 256  # narrower matrices get none
@@ -39,7 +40,8 @@ def add_outliers(
     Args:
         first: `weight`, float32 [N, K], in 4 bits.
     """
-    left = weight[:, outliers] - first.values()[:, outliers]
+    parts = (first.part(slice(row, row + ROWS)) for row in range(0, first.rows, ROWS))
+    left = weight[:, outliers] - np.concatenate([part.values()[:, outliers] for part in parts])
     second = rounding(np.ascontiguousarray(left), settings)
     return replace(
         first,

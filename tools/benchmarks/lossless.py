@@ -2,17 +2,19 @@
 
     python tools/benchmarks/lossless.py BUNDLE --prompts tools/benchmarks/prompts/chat.txt --prompts .../edit.txt
     python tools/benchmarks/lossless.py BUNDLE --dataset SPEC --prompt-length 128
+    python tools/benchmarks/lossless.py BUNDLE --prompts tools/benchmarks/prompts/chat.txt --streams 1,4,8
 
 Each prompt is continued by both modes, interleaved in random order and with the same seed; the speed-up is full depth's
-decoding time over lossless mode's. Lossless mode runs as the bundle says, by its drafter alone, by exits alone, and by
-prompt lookup alone.
-Prompts of a file go through the bundle's chat template where it has one. The exit code is 1 where a greedy token
-differs.
+decoding time over lossless mode's, or with several streams (prompts at once) its wall clock. Lossless mode runs as the
+bundle says, by its drafter alone, by exits alone, and by prompt lookup alone. Prompts of a file go through the bundle's
+chat template where it has one. The exit code is 1 where a greedy token differs.
 """
 
 import argparse
 import random
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +24,7 @@ from harness.chat import chat_prompts
 from tide_export.common.formatting import table
 from tide_export.common.progress import stage
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.tuning.prompts import draw_prompts
 
@@ -40,32 +43,45 @@ def settings_of(engine: Engine) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def measure(engine: Engine, prompts: list[list[int]], temperature: float, new_tokens: int) -> list[list[str]]:
+def measure(
+    engine: Engine, prompts: list[list[int]], temperature: float, new_tokens: int, streams: int
+) -> list[list[str]]:
     """Returns a row of the table for each setting."""
     settings = settings_of(engine)
     cases: dict[str, dict[str, Any]] = {"full": {"mode": "full"}}
     cases |= {name: {"mode": "lossless", **options} for name, options in settings.items()}
     order, seconds = random.Random(0), {name: list[float]() for name in cases}
     differ, drafted, accepted = (dict.fromkeys(cases, 0) for _ in range(3))
-    with stage(f"temperature {temperature:g}", total=len(prompts)) as advance:
-        for seed, prompt in enumerate(prompts):
+    groups = [range(first, min(first + streams, len(prompts))) for first in range(0, len(prompts), streams)]
+
+    def generated(options: dict[str, Any], group: Sequence[int]) -> Sequence[Generation]:
+        options = {"temperature": temperature, "max_new_tokens": new_tokens, **options}
+        if streams == 1:
+            return [engine.generate(prompts[group[0]], seed=group[0], **options)]
+        return engine.generate([prompts[seed] for seed in group], seed=list(group), **options)
+
+    for options in cases.values():  # not counted: what drafts cost for so many sequences is measured once
+        generated(options, groups[0])
+    with stage(f"temperature {temperature:g}, {streams} at once", total=len(groups)) as advance:
+        for group in groups:
             tokens = {}
             for name in order.sample(list(cases), len(cases)):
-                options = {"temperature": temperature, "seed": seed, "max_new_tokens": new_tokens, **cases[name]}
-                made = engine.generate(prompt, **options)
-                tokens[name] = made.tokens
-                seconds[name].append(made.stats.decode_seconds)
-                drafted[name] += made.stats.drafted
-                accepted[name] += made.stats.accepted
+                began = time.perf_counter()
+                made = generated(cases[name], group)
+                took = time.perf_counter() - began
+                seconds[name].append(took if streams > 1 else made[0].stats.decode_seconds)
+                tokens[name] = [one.tokens for one in made]
+                drafted[name] += sum(one.stats.drafted for one in made)
+                accepted[name] += sum(one.stats.accepted for one in made)
             for name in settings:
-                differ[name] += tokens[name] != tokens["full"]
+                differ[name] += sum(a != b for a, b in zip(tokens[name], tokens["full"], strict=True))
             advance(1)
     rows = []
     for name in settings:
         ratios = [full / one for full, one in zip(seconds["full"], seconds[name], strict=True) if one > 0]
         total = sum(seconds["full"]) / sum(seconds[name])
-        rows.append([name, f"{temperature:g}", f"{total:.2f}x", f"{median(ratios):.2f}x", f"{min(ratios):.2f}x"])
-        rows[-1] += [f"{accepted[name]} of {drafted[name]}", str(differ[name])]
+        rows.append([name, f"{temperature:g}", f"{streams}", f"{total:.2f}x", f"{median(ratios):.2f}x"])
+        rows[-1] += [f"{min(ratios):.2f}x", f"{accepted[name]} of {drafted[name]}", str(differ[name])]
     return rows
 
 
@@ -78,6 +94,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40, metavar="N", help="prompts of each kind at most (40)")
     parser.add_argument("--new-tokens", type=int, default=96, metavar="N", help="(96)")
     parser.add_argument("--temperatures", default="0.8,0", metavar="T,T", help="(0.8,0)")
+    parser.add_argument("--streams", default="1", metavar="N,N", help="prompts at once (1)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     options = parser.parse_args()
     engine = load(options.bundle, provider="cpu", threads=options.threads)
@@ -96,12 +113,13 @@ def main() -> int:
         kinds[options.dataset] = [list(prompt) for prompt in (*drawn.path, *drawn.calibration)]
     if not kinds:
         parser.error("give --prompts or --dataset")
-    header = ["setting", "temperature", "speed-up", "median prompt", "slowest prompt", "drafts accepted", "unequal"]
+    header = ["setting", "temperature", "streams", "speed-up", "median", "slowest", "drafts accepted", "unequal"]
     unequal = False
     for kind, prompts in kinds.items():
         rows = []
         for temperature in map(float, options.temperatures.split(",")):
-            rows += measure(engine, prompts[: options.count], temperature, options.new_tokens)
+            for streams in map(int, options.streams.split(",")):
+                rows += measure(engine, prompts[: options.count], temperature, options.new_tokens, streams)
         print(f"{kind}: {min(len(prompts), options.count)} prompts, {options.new_tokens} new tokens at most\n")
         print(table(header, rows), flush=True)
         unequal |= any(row[-1] != "0" for row in rows if row[1] == "0")

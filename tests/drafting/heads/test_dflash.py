@@ -1,5 +1,6 @@
 """DFlash heads in the layouts that are published: read, as networks over rows and blocks, and drafting in bundles."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import onnxruntime
 import pytest
 import torch
 from ort_sessions import session_options
+from peft import LoraConfig, get_peft_model
 from random_dflash import BLOCK, COUNTS, KV_HEADS, LAYERS, MASK, MODEL_LAYERS, WIDTH, DFlash, drafted
 from random_heads import CONTEXT, VOCABULARY, drafts_cost_no_token, exported, prompt, rounded
 from random_heads import target as llama
@@ -273,16 +275,38 @@ def test_it_begins_anew_where_its_rows_end(source: SourceModel, model: Path, tmp
         assert made.stats.learned_drafted > 0
 
 
+@pytest.mark.parametrize("options", [{"config": TideConfig(kv_cache="int8")}, {"weights": "int4"}], ids=str)
 @pytest.mark.exhaustive
-def test_it_drafts_beside_int8_pages(model: Path, bundle: Path, tmp_path: Path) -> None:
-    """Where the model's text soon is another than that which the head was fitted to; guesses are right once in 97."""
-    head, options = bundle.parents[1] / "head", {"config": TideConfig(kv_cache="int8")}
+def test_it_drafts_for_rounded_models(model: Path, bundle: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Their text soon is another than that which the head was fitted to; guesses are right once in 97."""
+    head = bundle.parents[1] / "head"
     engine = load(exported(model, head, tmp_path / "made", (2,), **options), provider="cpu", threads=1)
     assert drafts_cost_no_token(engine, drafter=4) > 20
     made = [engine.generate(text, mode="lossless", threshold=1.0, prompt_lookup=0, **GREEDY) for text in TEXTS]
     accepted, tried = (sum(getattr(one.stats, f"learned_{what}") for one in made) for what in ("accepted", "drafted"))
     assert tried > 20
     assert accepted > 0.1 * tried
+
+
+@pytest.mark.exhaustive
+def test_it_drafts_for_a_model_with_an_adapter(model: Path, bundle: Path, source: SourceModel, tmp_path: Path) -> None:
+    """It reads the states of the adapted model, which are what it was not fitted to: no token changes."""
+    made = exported(model, bundle.parents[1] / "head", tmp_path / "made", (2,), lora_rank=4)
+    adapted = get_peft_model(copy.deepcopy(source.model), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter.data, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    engine = load(made, provider="cpu", threads=1, adapters={"one": tmp_path / "adapter"})
+    options: dict[str, Any] = {"threshold": 1.0, "prompt_lookup": 0, "drafter": BLOCK - 1}
+    texts = list[list[list[int]]]()
+    for adapter in (None, "one"):
+        full = engine.generate(TEXTS, mode="full", adapter=adapter, **GREEDY)
+        drafted = engine.generate(TEXTS, mode="lossless", adapter=adapter, **GREEDY, **options)
+        texts.append([one.tokens for one in full])
+        assert [one.tokens for one in drafted] == texts[-1]
+        assert sum(one.stats.learned_drafted for one in drafted) > 5
+    assert texts[0] != texts[1]
 
 
 def test_the_manifest_says_what_it_drafts_with(bundle: Path, engine: Engine) -> None:

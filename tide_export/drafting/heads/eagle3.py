@@ -108,7 +108,7 @@ def read_eagle3(name: str, source: SourceModel) -> DraftHead:
     if bool(config.get("norm_before_fc")) != (norm is not None) or (norm is not None and norm.shape != fc.shape[1:]):
         raise DraftError(
             f"draft head {name!r} must have a weight input_norm.weight of [{3 * width}] where its config.json says "
-            "norm_before_fc, and only there"
+            "norm_before_fc, and only there: download it again"
         )
     if norm is not None:
         fc, epsilon = fc * norm.float(), float(step.config.rms_norm_eps)
@@ -157,7 +157,7 @@ def draft_tokens(
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < source.vocab_size:
         raise DraftError(f"draft head {name!r} proposes tokens that the model does not have: d2t is not for it")
     if len(tokens.unique()) != len(tokens):
-        raise DraftError(f"draft head {name!r} has several rows for one token: its d2t is damaged")
+        raise DraftError(f"draft head {name!r} has several rows for one token: its d2t is damaged, download it again")
     return tokens
 
 

@@ -97,7 +97,7 @@ def load_step(step: PreTrainedModel, weights: Mapping[str, torch.Tensor], name: 
         if weights[key].shape != value.shape:
             raise DraftError(
                 f"draft head {name!r}: weight {key} is {list(weights[key].shape)}, not {list(value.shape)} as its "
-                "config.json says"
+                "config.json says: download it again"
             )
         if not bool(torch.isfinite(weights[key]).all()):
             raise DraftError(f"draft head {name!r}: weight {key} holds NaN or infinity")

@@ -123,7 +123,7 @@ def _pieces(head: DraftHead, max_tokens: int) -> DrafterPieces:
         kv_shape,
         head.tokens,
         ACCEPTANCE,
-        {name: matrices[name].read() for name in _used(graph)},
+        {name: matrices[name].read().copy() for name in _used(graph)},  # the model is freed before they are written
         max_tokens,
         tuple(sorted(set(head.layers))),
         dict(sorted(zip(head.kv_layers, shapes, strict=False))),
