@@ -196,6 +196,20 @@ def test_a_training_that_gains_little_ends_early(
     assert any(one.endswith("of speed: the last round") for one in caplog.messages)
 
 
+def test_its_tokens_are_chosen_without_held_out_answers(
+    model: Path, bundle, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen_from, choose = list[list[bool]](), run.frequent_tokens
+
+    def recorded(answers, *sizes):
+        chosen_from.append([answer.held_out for answer in answers])
+        return choose(answers, *sizes)
+
+    monkeypatch.setattr(run, "frequent_tokens", recorded)
+    assert draft(str(model), bundle.path, config(prompts, minutes=0.03)) is not None
+    assert [any(held_out) for held_out in chosen_from] == [False]
+
+
 def test_shipped_prompts(model: Path, bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tide_export.drafting.prompts.MAX_PROMPTS", 300)
     assert draft(str(model), bundle.path, config(None, minutes=0.03)) is not None

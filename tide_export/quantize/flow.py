@@ -72,7 +72,7 @@ def quantize_model(
 
         def keep(matrix: Matrix, quantized: Blocks) -> None:
             blocks[matrix.name] = quantized
-            for first in range(0, quantized.rows, ROWS):  # of a head all values are a quarter of a small model
+            for first in range(0, quantized.rows, ROWS):  # the values of a whole head take much memory
                 matrix.write(quantized.part(slice(first, first + ROWS)).values(), change, first)
             advance(1)
 

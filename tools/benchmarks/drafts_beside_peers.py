@@ -181,8 +181,8 @@ def draw(run: Run, path: Path) -> None:
         for i, entrant in enumerate(run.entrants):
             speeds = [entrant.speed((kind, temperature)) for kind in run.kinds]
             places = [number - 0.425 + (i + 0.5) * width for number in range(len(speeds))]
-            drafting = [one for one in run.entrants if one.group == entrant.group and one is not run.plain(entrant)]
-            alpha = 1 - 0.3 * drafting[::-1].index(entrant) if entrant in drafting else 0.4
+            group = [one for one in run.entrants if one.group == entrant.group]
+            alpha = 0.4 + 0.6 * group.index(entrant) / max(1, len(group) - 1)
             axes.bar(places, speeds, width, color=colours[entrant.group], alpha=alpha, label=entrant.title)
         axes.set_xticks(range(len(run.kinds)), list(run.kinds))
         axes.set_ylabel("tokens/s")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ort_sessions import session_options
 from peft import LoraConfig, get_peft_model
-from random_dflash import BLOCK, COUNTS, KV_HEADS, LAYERS, MASK, MODEL_LAYERS, WIDTH, DFlash, drafted
+from random_dflash import BLOCK, COUNTS, KV_HEADS, LAYERS, MASK, MODEL_LAYERS, WIDTH, DFlash, drafted, fitted
 from random_heads import CONTEXT, VOCABULARY, drafts_cost_no_token, exported, prompt, rounded
 from random_heads import target as llama
 
@@ -142,13 +142,6 @@ NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "stop_token_ids": []}
 
 
-def fitted(hidden: torch.Tensor, wanted: list[int]) -> torch.Tensor:
-    logits = torch.zeros(len(wanted), VOCABULARY)
-    logits[range(len(wanted)), wanted] = 1
-    square = hidden.T @ hidden
-    return torch.linalg.solve(square + 0.01 * square.diagonal().mean() * torch.eye(len(square)), hidden.T @ logits).T
-
-
 @pytest.fixture(scope="module")
 def bundle(model: Path, source: SourceModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a head that knows what follows in the model's greedy answers to TEXTS, as far as 4 bits allow."""
@@ -275,7 +268,7 @@ def test_it_begins_anew_where_its_rows_end(source: SourceModel, model: Path, tmp
         assert made.stats.learned_drafted > 0
 
 
-def roundly(model: Path, bundle: Path, folder: Path, **options: Any) -> Engine:
+def rounded_engine(model: Path, bundle: Path, folder: Path, **options: Any) -> Engine:
     """An engine of the model, rounded, with the head that was fitted to it."""
     return load(exported(model, bundle.parents[1] / "head", folder, (2,), **options), provider="cpu", threads=1)
 
@@ -283,7 +276,7 @@ def roundly(model: Path, bundle: Path, folder: Path, **options: Any) -> Engine:
 @pytest.mark.exhaustive
 def test_it_drafts_beside_int8_pages(model: Path, bundle: Path, tmp_path: Path) -> None:
     """Where the model's text soon is another than that which the head was fitted to; guesses are right once in 97."""
-    engine = roundly(model, bundle, tmp_path / "made", config=TideConfig(kv_cache="int8"))
+    engine = rounded_engine(model, bundle, tmp_path / "made", config=TideConfig(kv_cache="int8"))
     assert drafts_cost_no_token(engine, drafter=4) > 20
     made = [engine.generate(text, mode="lossless", threshold=1.0, prompt_lookup=0, **GREEDY) for text in TEXTS]
     accepted, tried = (sum(getattr(one.stats, f"learned_{what}") for one in made) for what in ("accepted", "drafted"))
@@ -294,7 +287,7 @@ def test_it_drafts_beside_int8_pages(model: Path, bundle: Path, tmp_path: Path) 
 @pytest.mark.exhaustive
 def test_it_drafts_for_an_int4_model(model: Path, bundle: Path, tmp_path: Path) -> None:
     """Not validated: random weights as large as these decide tokens by less than int8 inputs err."""
-    engine = roundly(model, bundle, tmp_path / "made", weights="int4", validate=False)
+    engine = rounded_engine(model, bundle, tmp_path / "made", weights="int4", validate=False)
     assert drafts_cost_no_token(engine, drafter=4) > 20
 
 

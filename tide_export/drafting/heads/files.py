@@ -50,5 +50,5 @@ def head_weights(folder: Path, name: str, quantization: Any) -> dict[str, torch.
     except Exception as error:  # torch and safetensors raise many kinds
         raise DraftError(f"the weights of draft head {name!r} cannot be read: {first_line(error)}") from error
     if not weights:
-        raise DraftError(f"draft head {name!r} has no weights: neither *.safetensors nor *.bin: download it again")
+        raise DraftError(f"draft head {name!r} has no weights: neither *.safetensors nor *.bin, so download it again")
     return weights
