@@ -84,7 +84,10 @@ def test_training_sees_what_step_by_step_drafting_gives(state: int, embedding: i
     embeddings = torch.randn(LENGTH + 1, embedding, generator=generator)
     states = torch.randn(LENGTH, state, generator=generator) * 4 + 1
     with torch.no_grad():
-        trained = [network.logits(rows)[0] for rows in network.draft_steps(embeddings[None], states[None], DRAFTS)]
+        every = torch.arange(LENGTH)[None]
+        trained = [
+            network.logits(rows)[0] for rows in network.draft_steps(embeddings[None], states[None], every, DRAFTS)
+        ]
     cache = None
     for row in range(LENGTH):
         run = network.rows(embeddings[row + 1 : row + 2], states[row : row + 1], cache)

@@ -62,6 +62,16 @@ def test_a_length_beyond_the_context_is_refused(
     assert not list(tmp_path.iterdir()) or all(entry.name.endswith(".lock") for entry in tmp_path.iterdir())
 
 
+def test_two_exports_are_equal_files(tmp_path: Path, small_model: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    config = TideConfig(checkpoints="none")
+    for folder in folders:
+        pipeline.export(str(small_model), folder, config=config, max_length=64, targets=("onnxruntime", "cuda"))
+    one, other = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.onnx*")} for f in folders)
+    assert len(one) > 3
+    assert one == other
+
+
 def test_an_architecture_that_cannot_be_traced_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     source = build("deepseek_v4")
     source.model.save_pretrained(tmp_path / "model")

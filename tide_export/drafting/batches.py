@@ -8,7 +8,7 @@ import torch
 
 from tide_export.drafting.store import Answer, AnswerStore
 
-MAX_POSITIONS = 1700  # per batch, padding included
+MAX_ROWS = 1024  # to learn from in a batch, padding included
 SORTED = 160  # answers per group that is sorted by length
 
 
@@ -19,11 +19,13 @@ class Batch:
     Attributes:
         ids: token ids, int64 [B, S + 1].
         hidden: the model's final states, bfloat16 [B, S, D].
+        rows: the rows after which drafts for the answers begin, int64 [B, R].
         sequences, positions: indices of the hidden states whose next token belongs to an answer, int64 [N] each.
     """
 
     ids: torch.Tensor
     hidden: torch.Tensor
+    rows: torch.Tensor
     sequences: torch.Tensor
     positions: torch.Tensor
 
@@ -38,25 +40,38 @@ class Batch:
         ids = torch.zeros(len(answers), length + 1, dtype=torch.long)
         hidden = torch.zeros(len(answers), length, store.width, dtype=torch.bfloat16)
         learned = torch.zeros(len(answers), length, dtype=torch.bool)
-        for row, answer in enumerate(answers):
+        begins = [first_learned(answer, first) for answer in answers]
+        for row, (answer, begin) in enumerate(zip(answers, begins, strict=True)):
             ids[row, : len(answer.ids)] = torch.from_numpy(answer.ids)
             hidden[row, : answer.rows] = store.hidden(answer)
-            learned[row, max(answer.prompt - 1, first) : answer.rows] = True
+            learned[row, begin : answer.rows] = True
         sequences, positions = learned.nonzero(as_tuple=True)
-        return cls(ids.to(device), hidden.to(device), sequences.to(device), positions.to(device))
+        count = first - 1 + max(answer.rows - begin for answer, begin in zip(answers, begins, strict=True))
+        rows = (torch.tensor(begins)[:, None] - first + torch.arange(count)).clamp(max=length - 1)
+        return cls(*(value.to(device) for value in (ids, hidden, rows, sequences, positions)))
+
+    def columns(self, step: int) -> torch.Tensor:
+        """Returns the column of `rows` whose draft at `step` is for the token after each of `positions`, [N]."""
+        return self.positions - step - self.rows[self.sequences, 0]
+
+
+def first_learned(answer: Answer, first: int) -> int:
+    """Returns the first position of `answer` to learn from, at least `first`."""
+    return max(answer.prompt - 1, first)
 
 
 def learned_tokens(answers: Iterable[Answer], first: int) -> int:
     """Returns the number of positions to learn from in batches of `answers`."""
-    return sum(max(0, answer.rows - max(answer.prompt - 1, first)) for answer in answers)
+    return sum(max(0, answer.rows - first_learned(answer, first)) for answer in answers)
 
 
 def plan_batches(
-    answers: Sequence[Answer], visits: Mapping[int, int], generator: np.random.Generator
+    answers: Sequence[Answer], first: int, visits: Mapping[int, int], generator: np.random.Generator
 ) -> list[list[int]]:
     """Batches the answers that were visited least, in random order.
 
     Args:
+        first: first position to learn from.
         visits: answer number -> times it was trained on.
 
     Returns:
@@ -66,12 +81,13 @@ def plan_batches(
     fewest = min(counts)
     indices = [index for index, count in enumerate(counts) if count == fewest]
     generator.shuffle(indices)
+    lengths = [learned_tokens([answer], first) for answer in answers]
     batches = list[list[int]]()
-    for first in range(0, len(indices), SORTED):
-        part = sorted(indices[first : first + SORTED], key=lambda index: answers[index].rows)
+    for start in range(0, len(indices), SORTED):
+        part = sorted(indices[start : start + SORTED], key=lambda index: (lengths[index], answers[index].rows))
         group: list[list[int]] = [[]]
         for index in part:
-            if group[-1] and (len(group[-1]) + 1) * answers[index].rows > MAX_POSITIONS:
+            if group[-1] and (len(group[-1]) + 1) * lengths[index] > MAX_ROWS:
                 group.append([])
             group[-1].append(index)
         batches += [group[number] for number in generator.permutation(len(group))]

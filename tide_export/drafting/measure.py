@@ -104,9 +104,10 @@ class HeldOut:
         drawn = self._drawn_of(answer, hidden)
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + answer.number)
         embeddings = functional.embedding(ids, self._target.embeddings)
-        outputs = [rows[0] for rows in network.draft_steps(embeddings[None], hidden[None], DRAFTS)]
         begin = max(answer.prompt, 1)  # the first draft is for the second new token, at this hidden state
         length = len(hidden)
+        chains = torch.arange(begin - 1, length, device=device)
+        outputs = [rows[0] for rows in network.draft_steps(embeddings[None], hidden[None], chains[None], DRAFTS)]
         # Indexed by draft and by the row at which its chain began.
         accepted = torch.zeros(DRAFTS, length, dtype=torch.bool)
         greedy_text, greedy_likeliest = torch.zeros_like(accepted), torch.zeros_like(accepted)
@@ -117,7 +118,7 @@ class HeldOut:
                 kept = at - draft >= begin  # drafts of chains that began in the answer
                 chunk = at[kept]
                 starts = (chunk - draft - 1).cpu()
-                logits = network.logits(rows[starts.to(device)])
+                logits = network.logits(rows[chunk - draft - begin])
                 sampled = (logits / self._temperature + noise[kept]).argmax(-1)
                 likeliest = tokens[logits.argmax(-1)]
                 accepted[draft, starts] = (tokens[sampled] == ids[chunk + 1]).cpu()

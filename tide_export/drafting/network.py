@@ -129,34 +129,37 @@ class DrafterNetwork(nn.Module):
         """Applies the final norm to the residual stream [..., D] after the layer, for the head."""
         return _rms_norm(residual, self.final_norm)
 
-    def draft_steps(self, embeddings: torch.Tensor, hidden: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-        """Yields the normalized outputs [B, S, D] of all rows of whole sequences, for each draft step.
+    def draft_steps(
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor, steps: int
+    ) -> Iterator[torch.Tensor]:
+        """Yields the normalized outputs [B, R, D] of some rows of whole sequences, for each draft step.
 
         At step `k`, counted from 1, row `i` reads token `i + k` and proposes token `i + k + 1`, after `k - 1` drafts
-        that follow the model's hidden state `i`. Rows whose tokens are beyond the sequence's end are meaningless.
+        that follow the model's hidden state `i`. Rows whose tokens are beyond the sequence's end are meaningless. Of
+        the other rows, only keys and values are computed.
 
         Args:
             embeddings: embeddings of all tokens including the first, [B, T, E], T <= S + 1.
             hidden: the model's hidden states, [B, S, D].
+            rows: the rows to draft after, int64 [B, R].
         """
         length = hidden.shape[1]
         needed = length + steps
         if embeddings.shape[1] < needed:
             embeddings = functional.pad(embeddings, (0, 0, 0, needed - embeddings.shape[1]))
-        causal = torch.full((length, length), MASKED, device=hidden.device).triu(1)
-        mask = causal.repeat(self.group, 1)
-        features = self.normalized_hidden(hidden)
-        context: Cache | None = None
+        everywhere = torch.arange(length, device=hidden.device)
+        mask = torch.where(everywhere > rows[..., None], MASKED, 0.0)
+        sequences = torch.arange(len(rows), device=hidden.device)[:, None]
+        residual = self._fused(embeddings[:, 1 : 1 + length], self.normalized_hidden(hidden))
+        context = self._keys_values(residual, everywhere)
+        residual = residual[sequences, rows]
         chain: list[Cache] = []  # K/V of the same row at earlier steps and this one
         for step in range(1, steps + 1):
-            residual = self._fused(embeddings[:, step : step + length], features)
-            queries, keys, values = self._heads(residual, step - 1)
-            if context is None:
-                context = Cache(keys, values)
-            else:
-                chain.append(Cache(keys, values))
+            if step > 1:
+                residual = self._fused(embeddings[sequences, rows + step], residual.clamp(-LIMIT, LIMIT))
+                chain.append(self._keys_values(residual, rows + step - 1))
+            queries = self._queries(residual, rows + step - 1)
             residual = self._finished(residual, self._chain_attention(queries, context, chain, mask))
-            features = residual.clamp(-LIMIT, LIMIT)
             yield self.normalized_outputs(residual)
 
     @torch.no_grad()
@@ -169,62 +172,68 @@ class DrafterNetwork(nn.Module):
             cache: K/V of the earlier rows; None: the rows start at 0.
         """
         past = 0 if cache is None else cache.rows
+        count = len(hidden)
+        positions = torch.arange(past, past + count, device=hidden.device)
         residual = self._fused(embeddings[None], self.normalized_hidden(hidden)[None])
-        queries, keys, values = self._heads(residual, past)
+        new = self._keys_values(residual, positions)
+        keys, values = new.keys, new.values
         if cache is not None:
             keys, values = torch.cat([cache.keys[None], keys], 2), torch.cat([cache.values[None], values], 2)
-        count = len(hidden)
-        mask = torch.full((count, past + count), MASKED, device=hidden.device).triu(1 + past).repeat(self.group, 1)
-        residual = self._finished(residual, self._chain_attention(queries, Cache(keys, values), [], mask))[0]
+        mask = torch.full((1, count, past + count), MASKED, device=hidden.device).triu(1 + past)
+        attended = self._chain_attention(self._queries(residual, positions), Cache(keys, values), [], mask)
+        residual = self._finished(residual, attended)[0]
         logits = self.logits(self.normalized_outputs(residual))
         return Rows(logits, residual * self.scale + self.center, Cache(keys[0], values[0]))
-
-    @property
-    def group(self) -> int:
-        """The number of query heads per K/V head."""
-        return self.shape.heads // self.shape.kv_heads
 
     def _fused(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         both = [_rms_norm(embeddings, self.embedding_norm), _rms_norm(features, self.state_norm)]
         return functional.linear(torch.cat(both, -1), self.fuse).float()
 
-    def _heads(self, residual: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries [B, kv_heads, group * S, HEAD_DIM], keys and values [B, kv_heads, S, HEAD_DIM].
+    def _queries(self, residual: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the queries of rows [B, R, D], scaled, [B, kv_heads, heads / kv_heads, R, HEAD_DIM].
 
         Args:
-            position: position of the first row.
+            positions: the rows' positions, int64 [R] or [B, R].
         """
-        batch, length = residual.shape[:2]
-        wide, narrow = self.shape.heads * HEAD_DIM, self.shape.kv_heads * HEAD_DIM
-        stacked = functional.linear(_rms_norm(residual, self.attention_norm), self.qkv)
-        parts = [part.view(batch, length, -1, HEAD_DIM) for part in stacked.split([wide, narrow, narrow], -1)]
-        cosine, sine = _rotation(position, length, residual.device)
-        queries = (_rotated(parts[0].float(), cosine, sine) * HEAD_DIM**-0.5).transpose(1, 2)
-        queries = queries.reshape(batch, self.shape.kv_heads, self.group * length, HEAD_DIM)
-        return queries, _rotated(parts[1].float(), cosine, sine).transpose(1, 2), parts[2].float().transpose(1, 2)
+        wide = self.shape.heads * HEAD_DIM
+        heads = functional.linear(_rms_norm(residual, self.attention_norm), self.qkv[:wide]).float()
+        heads = _rotated(heads.unflatten(-1, (-1, HEAD_DIM)), positions) * HEAD_DIM**-0.5
+        return heads.transpose(1, 2).unflatten(1, (self.shape.kv_heads, -1))
+
+    def _keys_values(self, residual: torch.Tensor, positions: torch.Tensor) -> Cache:
+        """Returns keys and values of rows [B, R, D], [B, kv_heads, R, HEAD_DIM] each.
+
+        Args:
+            positions: as in `_queries`.
+        """
+        wide = self.shape.heads * HEAD_DIM
+        both = functional.linear(_rms_norm(residual, self.attention_norm), self.qkv[wide:]).float()
+        keys, values = both.unflatten(-1, (-1, HEAD_DIM)).chunk(2, -2)
+        return Cache(_rotated(keys, positions).transpose(1, 2), values.transpose(1, 2))
 
     def _chain_attention(
         self, queries: torch.Tensor, context: Cache, chain: list[Cache], mask: torch.Tensor
     ) -> torch.Tensor:
-        """Attends to the context under the mask and to the same row of each cache of the chain.
+        """Attends to the context of S rows, and to the same row of each cache of the chain.
+
+        Args:
+            mask: added to the scores of the context, [B, R, S].
 
         Returns:
-            The attended values, [B, S, heads * HEAD_DIM].
+            The attended values, [B, R, heads * HEAD_DIM].
         """
-        scores = torch.matmul(queries, context.keys.transpose(-1, -2)).float() + mask
+        group = queries.shape[2]
+        scores = torch.matmul(queries.flatten(2, 3), context.keys.transpose(-1, -2)).float()
+        scores = scores.unflatten(2, (group, -1)) + mask[:, None, None]
         chain_scores = [
-            (queries * entry.keys.repeat(1, 1, self.group, 1)).sum(-1, keepdim=True, dtype=torch.float32)
-            for entry in chain
+            (queries * entry.keys[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for entry in chain
         ]
         shares = torch.cat([scores, *chain_scores], -1).softmax(-1)
         width = scores.shape[-1]
-        mixed = torch.matmul(shares[..., :width], context.values).float()
+        mixed = torch.matmul(shares[..., :width].flatten(2, 3), context.values).float().unflatten(2, (group, -1))
         for number, entry in enumerate(chain):
-            mixed = mixed + shares[..., width + number, None] * entry.values.repeat(1, 1, self.group, 1)
-        batch, heads, rows, _ = mixed.shape
-        length = rows // self.group
-        mixed = mixed.reshape(batch, heads * self.group, length, HEAD_DIM)
-        return mixed.transpose(1, 2).reshape(batch, length, heads * self.group * HEAD_DIM)
+            mixed = mixed + shares[..., width + number, None] * entry.values[:, :, None]
+        return mixed.flatten(1, 2).transpose(1, 2).flatten(2)
 
     def _finished(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         residual = residual + functional.linear(attended, self.out).float()
@@ -236,15 +245,13 @@ def _rms_norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return functional.rms_norm(values.float(), (values.shape[-1],), weight, EPSILON)
 
 
-def _rotation(position: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cosines and sines of S positions from `position`, [S, 1, HEAD_DIM] each."""
-    frequencies = ROTARY_BASE ** -(torch.arange(0, HEAD_DIM, 2, device=device).float() / HEAD_DIM)
-    angles = torch.arange(position, position + length, device=device).float()[:, None] * frequencies
-    both = torch.cat([angles, angles], -1)[:, None]
-    return both.cos(), both.sin()
+def _rotated(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Applies rotary embedding, pairing the halves of each head, to heads [B, R, H, HEAD_DIM].
 
-
-def _rotated(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Applies rotary embedding, pairing the halves of each head, to heads [B, S, H, HEAD_DIM]."""
+    Args:
+        positions: int64 [R] or [B, R].
+    """
+    pairs = torch.arange(0, HEAD_DIM, 2, device=heads.device).float() / HEAD_DIM
+    angles = (positions[..., None].float() * ROTARY_BASE**-pairs).repeat(*[1] * positions.dim(), 2)[..., None, :]
     first, second = heads.chunk(2, -1)
-    return heads * cosine + torch.cat([-second, first], -1) * sine
+    return heads * angles.cos() + torch.cat([-second, first], -1) * angles.sin()

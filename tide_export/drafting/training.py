@@ -22,10 +22,12 @@ from tide_export.drafting.store import AnswerStore
 from tide_export.errors import DraftError
 
 STEP_WEIGHTS = (1.0, 0.8, 0.6)  # weight of the loss of each draft step
-SINGLE_STEP_SHARE = 0.2  # share of the training, at its start, with one draft step
+STEP_BATCHES = 2  # batches whose gradients are summed for one change of the weights
+SINGLE_STEP_SHARE = 0.5  # share of the training, at its start, with one draft step
 MATRIX_RATE, VECTOR_RATE = 0.02, 6e-3
 MATRIX_DECAY = 0.02
 MOMENTUM = 0.95
+ORTHOGONAL_STEPS = 3  # Muon's iterations of Newton-Schulz; 5 cost more and learn no faster
 BETAS = (0.9, 0.98)
 CLIP = 1.0  # maximum gradient norm of the vectors
 CHUNK = {"cpu": 128}  # positions whose logits are computed at once
@@ -68,7 +70,12 @@ class Trainer:
         self._matrices = [weight for weight in network.parameters() if weight.dim() == 2]
         self._vectors = [weight for weight in network.parameters() if weight.dim() < 2]
         self._muon = torch.optim.Muon(
-            self._matrices, lr=0.0, weight_decay=MATRIX_DECAY, momentum=MOMENTUM, adjust_lr_fn="original"
+            self._matrices,
+            lr=0.0,
+            weight_decay=MATRIX_DECAY,
+            momentum=MOMENTUM,
+            ns_steps=ORTHOGONAL_STEPS,
+            adjust_lr_fn="original",
         )
         self._adam = torch.optim.AdamW(self._vectors, lr=0.0, betas=BETAS, weight_decay=0.0)
         self._visits = Counter[int]()
@@ -105,7 +112,7 @@ class Trainer:
         }
 
     def train_step(self, progress: float) -> None:
-        """Trains on one batch.
+        """Changes the weights once, by the next `STEP_BATCHES` batches.
 
         Args:
             progress: share of the training that is done.
@@ -114,16 +121,19 @@ class Trainer:
             DraftError: the loss or a gradient is not finite.
         """
         if not self._planned:
-            self._planned = plan_batches(self.answers, self._visits, np.random.default_rng([self._seed, self.step]))
-        chosen = [self.answers[index] for index in self._planned.pop(0)]
+            random = np.random.default_rng([self._seed, self.step])
+            self._planned = plan_batches(self.answers, len(STEP_WEIGHTS), self._visits, random)
+        batches = [[self.answers[index] for index in indices] for indices in self._planned[:STEP_BATCHES]]
+        del self._planned[:STEP_BATCHES]
         steps = 1 if progress < SINGLE_STEP_SHARE else len(STEP_WEIGHTS)
-        total = learned_tokens(chosen, len(STEP_WEIGHTS))
+        total = sum(learned_tokens(answers, len(STEP_WEIGHTS)) for answers in batches)
         self._muon.zero_grad(set_to_none=True)
         self._adam.zero_grad(set_to_none=True)
         overlap = 0.0
-        if part := chosen[self._processes.rank :: self._processes.count]:
-            batch = Batch.of(part, self.store, len(STEP_WEIGHTS), self.device)
-            overlap = self.accumulate_gradients(batch, steps, total)
+        for answers in batches:
+            if part := answers[self._processes.rank :: self._processes.count]:
+                batch = Batch.of(part, self.store, len(STEP_WEIGHTS), self.device)
+                overlap += self.accumulate_gradients(batch, steps, total)
         self._share_gradients()
         overlap = sum(self._processes.gather(overlap)) / total
         norm = float(torch.nn.utils.clip_grad_norm_(self._vectors, CLIP))
@@ -137,7 +147,7 @@ class Trainer:
                 group["lr"] = peak * factor
             optimizer.step()
         self.overlap = overlap if self.step == 0 else (1 - AVERAGED) * self.overlap + AVERAGED * overlap
-        self._visits.update(answer.number for answer in chosen)
+        self._visits.update(answer.number for answers in batches for answer in answers)
         self.step += 1
         self.tokens += total
         self.rows += total * steps
@@ -151,8 +161,8 @@ class Trainer:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             embeddings = functional.embedding(batch.ids, self.embeddings)
             outputs = [
-                rows[batch.sequences, batch.positions - step]
-                for step, rows in enumerate(self.network.draft_steps(embeddings, batch.hidden, steps), 1)
+                drafted[batch.sequences, batch.columns(step)]
+                for step, drafted in enumerate(self.network.draft_steps(embeddings, batch.hidden, batch.rows, steps), 1)
             ]
         hidden = batch.hidden[batch.sequences, batch.positions]
         overlap, gradients = self._output_gradients(hidden, [rows.detach() for rows in outputs], total)

@@ -46,13 +46,21 @@ def run_passes(model: ir.Model, *passes: ir.passes.PassBase) -> None:
 
 
 def remove_unused(model: ir.Model) -> None:
-    """Removes nodes, functions and opset imports that are not used."""
+    """Removes nodes, functions and opset imports that are not used; orders weights by first use.
+
+    `ir.convenience.extract` leaves weights in the order of addresses, so that no two exports would be equal files.
+    """
     run_passes(
         model,
         common_passes.RemoveUnusedNodesPass(),
         common_passes.RemoveUnusedFunctionsPass(),
         common_passes.RemoveUnusedOpsetsPass(),
     )
+    weights = model.graph.initializers
+    read = [value.name for node in model.graph.all_nodes() for value in node.inputs if value is not None]
+    for name in dict.fromkeys(read):
+        if name is not None and name in weights:
+            weights[name] = weights.pop(name)
 
 
 def require_arity(model: ir.Model, op_type: str, inputs: Sequence[int], outputs: Sequence[int] = (1,)) -> None:
