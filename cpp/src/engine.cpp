@@ -99,8 +99,8 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     check_prompt(manifest(), prompts[i], "prompt " + std::to_string(i + 1));
   }
-  auto const request = std::make_shared<Request>(
-      *backend_, resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
+  auto const request =
+      std::make_shared<Request>(*backend_, resolved(config, list_slots(prompts.size())), prompts.size());
   if (prompts.empty()) return {};
   backend_->process().check();
   std::size_t tokens = 0;
@@ -147,8 +147,8 @@ GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<s
   if (prompts.value_or(0) > kMaxPrompts) {
     throw GenerationError("a list has at most " + std::to_string(kMaxPrompts) + " prompts, not " + std::to_string(*prompts));
   }
-  auto const sequences = static_cast<std::int64_t>(prompts.value_or(1));
-  GenerationConfig resolved = without_auto(backend_->bundle(), config, auto_mode(sequences), prompts.has_value());
+  std::optional<AutoMode> const measured = auto_mode(list_slots(prompts.value_or(1)));
+  GenerationConfig resolved = without_auto(backend_->bundle(), config, measured, prompts.has_value());
   Request const request(*backend_, resolved, prompts);
   if (prompts) resolved.compaction_threshold = request.compaction_threshold;
   return resolved;

@@ -13,10 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tide_export.adaptation import flow, training
 from tide_export.adaptation.config import AdaptConfig
-from tide_export.adaptation.flow import adapt
+from tide_export.adaptation.flow import _read, adapt
+from tide_export.adaptation.output import check_space
+from tide_export.adaptation.snapshot import Snapshot
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
 from tide_export.common.changed_tokens import changed_tokens
+from tide_export.data.documents import Documents
+from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import AdaptError, ConfigError, TideError
 from tide_export.model.source import load_model
 from tide_export.pipeline.flow import export
@@ -171,6 +175,18 @@ def test_measured_on_text_of_its_own(model: Path, text: str, tmp_path: Path) -> 
     assert report.settings["held_out_text"] != report.settings["text"]
 
 
+def test_short_documents_are_read_until_there_are_enough_tokens(model: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"x = {number}\n"}) for number in range(2000)]
+    (tmp_path / "short.jsonl").write_text("\n".join(rows))
+    settings = config(str(tmp_path / "short.jsonl"), tokens=1500, held_out_tokens=128)
+    source, tokenizer = load_model(str(model)), load_tokenizer(str(model))
+    texts, held_out = _read(Documents(settings.dataset), None, source, tokenizer, settings)
+    read, measured = (sum(len(one.ids) for one in part) for part in (texts, held_out))
+    assert max(len(one.ids) for one in texts) < 10
+    assert 1500 <= read < 2400
+    assert 128 <= measured < 138
+
+
 @pytest.mark.parametrize("fast", [torch.bfloat16, None])
 def test_automatic_precision_stays_what_it_was(
     fast, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -292,7 +308,31 @@ class TestRefusals:
         monkeypatch.setattr(torch, "save", full)
         with pytest.raises(AdaptError, match=r"cannot save the training to .*training.pt: no space left on the disk"):
             adapt(str(model), tmp_path / "out", config(text))
-        assert list((tmp_path / ".out.adapt").iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_old_snapshot_is_one_of_the_two_that_need_room(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source, snapshot = load_model(str(model)), Snapshot(tmp_path / "cache", {})
+        snapshot.folder.mkdir()
+        parameters = source.model.num_parameters()
+        usage = shutil.disk_usage(tmp_path)._replace(free=13 * parameters)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+        given = source, tmp_path / "out", snapshot, torch.bfloat16, parameters
+        with pytest.raises(AdaptError, match="no space left on the disk for the snapshot to resume from"):
+            check_space(*given)
+        snapshot.file.write_bytes(bytes(12 * parameters))
+        check_space(*given)
+
+    def test_a_cache_in_use(self, model: Path, text: str, tmp_path: Path) -> None:
+        with (
+            Snapshot(tmp_path / "cache", {}).locked(),
+            pytest.raises(
+                AdaptError, match="cache is in use by another run: wait for its end, or give another --cache"
+            ),
+        ):
+            adapt(str(model), tmp_path / "out", config(text), cache=tmp_path / "cache")
+        assert list(tmp_path.iterdir()) == []
 
     def test_quantized_model(self, model: Path, text: str, tmp_path: Path) -> None:
         shutil.copytree(model, tmp_path / "gptq")

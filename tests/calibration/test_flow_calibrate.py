@@ -266,9 +266,10 @@ def test_checkpoints_auto_are_few_and_not_before_min_layers(demo, tokenizer, cap
     assert f"checkpoints auto: after {', '.join(map(str, made.checkpoints))} of 12 layers" in caplog.text
 
 
-def test_checkpoints_auto_where_none_pays(demo, tokenizer):
-    with pytest.raises(CalibrationError, match="no checkpoint from layer 12 on saves more than it costs"):
-        calibrate(demo, tokenizer, config(checkpoints="auto", min_layers=12))
+def test_checkpoints_auto_where_none_pays(demo, tokenizer, monkeypatch):
+    monkeypatch.setattr("tide_export.calibration.placement.RECALL", 0.0)
+    with pytest.raises(CalibrationError, match="no checkpoint from layer 11 on saves more than it costs"):
+        calibrate(demo, tokenizer, config(checkpoints="auto", min_layers=11))
 
 
 def test_sequences_fit_the_models_context(demo, tokenizer):
@@ -281,7 +282,7 @@ def test_sequences_fit_the_models_context(demo, tokenizer):
     [
         ({"checkpoints": (12,)}, ConfigError, r"checkpoints must lie in 1\.\.11"),
         ({"calibration_dataset": "./none.txt"}, DatasetError, "no such file"),
-        ({"validation_fraction": 0.4, "test_fraction": 0.4}, ConfigError, "leave the largest share for training"),
+        ({"checkpoints": "auto", "min_layers": 12}, ConfigError, "12 layers has none from layer 12 on: lower --min-la"),
     ],
 )
 def test_refusals(demo, tokenizer, options, error, reason):

@@ -39,6 +39,15 @@ def test_what_was_added_is_read_again(tmp_path: Path) -> None:
         assert torch.equal(store.hidden(found), torch.from_numpy(states).to(torch.bfloat16))
 
 
+def test_a_cache_in_use_is_refused(tmp_path: Path) -> None:
+    store = AnswerStore(tmp_path, WIDTH)
+    with pytest.raises(DraftError, match=f"the cache {tmp_path} is in use by another run: wait for its end, or give"):
+        AnswerStore(tmp_path, WIDTH)
+    store.append([answer(0)], 1.0)
+    store.close()
+    assert len(AnswerStore(tmp_path, WIDTH).answers) == 1
+
+
 @pytest.mark.parametrize("left", ["states", "half a line", "states and half a line"])
 def test_a_kill_loses_one_batch(tmp_path: Path, left: str) -> None:
     store = AnswerStore(tmp_path, WIDTH)
@@ -74,6 +83,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
             DraftError, match=r"cannot keep the answers in .*: no space left on the disk; make room and"
         ):
             store.append([answer(1)], 1.0)
+    store.close()
     assert (tmp_path / "states-0.bf16").stat().st_size == answer(0)[2].size * 2
     store = AnswerStore(tmp_path, WIDTH)
     assert [found.number for found in store.answers] == [0]

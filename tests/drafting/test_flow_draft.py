@@ -59,13 +59,14 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
 def stand_in(folder: Path, target: Target, patch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A stand-in for a bundle and its engine, and the drafters that were written."""
     stub = SimpleNamespace(path=folder / "bundle", engine=StubEngine(target), written=list[Drafter](), loaded=0)
+    stub.manifest = SimpleNamespace(weights="fp32", drafting=None, model=SimpleNamespace(context_length=None))
     stub.path.mkdir()
 
     def check(path, weights_sha256=None, width=None):
         assert width in (None, target.embeddings.shape[1])
         if weights_sha256 not in (None, target.weights_sha256):
             raise DraftError(f"bundle {path} was exported from another model than the one given: name that model")
-        return SimpleNamespace(path=stub.path, manifest=SimpleNamespace(weights="fp32", drafting=None))
+        return SimpleNamespace(path=stub.path, manifest=stub.manifest)
 
     def load(path, provider, threads):
         assert provider == ("auto" if threads is None else "cpu")
@@ -184,6 +185,46 @@ def test_a_cache_that_is_complete_writes_the_drafter_again(whole, model: Path, b
         draft(str(model), bundle.path, config(prompts, seed=7), cache=cache)
 
 
+def test_a_run_interrupted_in_its_last_round_takes_more_minutes(
+    model: Path, bundle, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = training.Trainer.train_step
+
+    def interrupted(trainer: training.Trainer, progress: float) -> None:
+        if progress > 0.9:
+            raise KeyboardInterrupt
+        step(trainer, progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training.Trainer, "train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            draft(str(model), bundle.path, config(prompts))
+    report = draft(str(model), bundle.path, config(prompts, minutes=0.15))
+    assert report is not None
+    assert report.minutes == pytest.approx(0.15, rel=0.25)
+
+
+def test_speeds_of_a_resumed_run_are_by_the_costs_of_this_machine(
+    model: Path, bundle, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs, asked = (0.5, 0.9, 1.8, 3.6, 7.2), list[tuple[float, ...]]()
+    monkeypatch.setattr(StubEngine, "resolved", lambda engine, config: {"drafting": {"verify_costs": costs}})
+    step, expected = training.Trainer.train_step, schedule.expected_speed
+
+    def interrupted(trainer: training.Trainer, progress: float) -> None:
+        if progress > 0.6:
+            raise KeyboardInterrupt
+        step(trainer, progress)
+
+    monkeypatch.setattr(schedule, "expected_speed", lambda shares, used: asked.append(used) or expected(shares, used))
+    with monkeypatch.context() as patched:
+        patched.setattr(training.Trainer, "train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            draft(str(model), bundle.path, config(prompts))
+    assert draft(str(model), bundle.path, config(prompts)) is not None
+    assert set(asked) == {costs}
+
+
 def test_a_training_that_gains_little_ends_early(
     model: Path, bundle, prompts: str, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
@@ -251,6 +292,11 @@ class TestRefusals:
         monkeypatch.setattr(flow, "check_writable", refuse)
         with pytest.raises(DraftError, match=r"cannot write to bundle .*: Permission denied"):
             draft("none", bundle.path, config(None))
+
+    def test_prompts_longer_than_the_bundle_takes(self, bundle, model: Path, prompts: str) -> None:
+        bundle.manifest.model.context_length = 6
+        with pytest.raises(DraftError, match=r"0 of its prompts have 1 to 3 tokens, and 2 are needed"):
+            draft(str(model), bundle.path, config(prompts))
 
     def test_a_bundle_of_another_model(self, bundle, model: Path, prompts: str, monkeypatch) -> None:
         check = flow.check_bundle

@@ -134,6 +134,21 @@ def test_pieces(texts: dict[str, tuple[BundleTokenizer, CEngine]], kind: str) ->
         assert [piece for piece in pieces if piece] == list(python.stream(ids[:cut], ids[cut:]))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_many_tokens_that_are_no_character(
+    texts: dict[str, tuple[BundleTokenizer, CEngine]], kind: str
+) -> None:
+    python, ours = texts[kind]
+    source, ends = random.Random(7), sorted(python._special)[-1:]
+    pool = [token for token in range(300) if INCOMPLETE in python.token_text(token)] or [5]
+    for _ in range(12):
+        ids = [source.choice(pool)] * 40 + [source.choice(pool) for _ in range(40)] + ends * 20
+        ids += python.encode_plain(" a" + source.choice(TEXTS))
+        cut = source.randrange(len(ids))
+        pieces = list(ours.pieces(ids[:cut], ids[cut:]))
+        assert [piece for piece in pieces if piece] == list(python.stream(ids[:cut], ids[cut:]))
+
+
 def test_what_is_refused(
     c_library: ctypes.CDLL, demo_bundle: Path, tiny_bundle: Path, tmp_path: Path, tokenizers_library: Path
 ) -> None:
@@ -193,14 +208,14 @@ def stopped(plan: list[int], stops: list[str]) -> tuple[str, list[int], str]:
     return whole if (found := cut(whole)) is None else found, plan, "length"
 
 
-def following(plan: list[int], prompt: int) -> Hooks:
+def following(plan: list[int], prompt: int, decode: Callable[[list[int]], str] = decoded) -> Hooks:
     def process(ids: list[int], logits: np.ndarray) -> int:
         wanted = plan[len(ids) - prompt] if len(ids) - prompt < len(plan) else 0  # after it there are drafts alone
         logits[:] = -np.inf
         logits[wanted] = 0
         return 0
 
-    return hooks_of(process, decoded)
+    return hooks_of(process, decode)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +232,21 @@ def test_the_first_stop_string_that_is_complete_ends_the_text(loaded: CEngine, m
         assert (made.text, made.tokens, made.finish_reason) == stopped(plan, stops)
         reasons.add(made.finish_reason)
     assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("token", [SECOND, 4])
+def test_what_is_no_character_is_decoded_a_few_tokens_at_a_time(loaded: CEngine, token: int) -> None:
+    """Or no text."""
+    counts = list[int]()
+
+    def decode(ids: list[int]) -> str:
+        counts.append(len(ids))
+        return decoded(ids)
+
+    plan, options = [token] * 40 + [1], {"mode": "full", "max_new_tokens": 41, "stop_token_ids": [], "stop": ["never"]}
+    made = loaded.generate([token] * 40, following(plan, 40, decode), **options)
+    assert (made.text, made.tokens) == (decoded(plan), plan)
+    assert max(counts) <= 16 + 8 + 1
 
 
 def test_requests_of_a_scheduler_stop_as_one_prompt_does(loaded: CEngine) -> None:

@@ -1,6 +1,7 @@
 """What big models need, on small ones: shards, half precision sources, weights that are not in memory while the model
 is traced, and nothing of the model left in memory once its graph is written."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import load_model
 from tide_export.pipeline import flow as pipeline
 from tide_export.quantize.flow import quantize_model
+from tide_export.quantize.fp8 import quantize_to_fp8
 from tide_export.quantize.settings import quantization_settings
 from tide_export.routers.random_routers import random_routers
 from tide_export.trace.offloaded_weights import LARGE, placeholder_weights
@@ -102,12 +104,13 @@ def test_weights_left_on_disk_make_the_same_bundle(folder: Path, plain: Path, tm
         assert np.array_equal(weights[name].const_value.numpy(), same[name].const_value.numpy()), name
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("weights", ["int4", "int8", "fp8"])
 def test_weights_left_on_disk_are_not_rounded(folder: Path, weights: str) -> None:
     source, settings = load_model(folder / "model", device_map={"": "disk"}), quantization_settings(weights)
-    assert settings is not None
+    fp8 = partial(quantize_to_fp8, source, [IDS], np.dtype(np.float16))
+    rounding = fp8 if settings is None else partial(quantize_model, source, settings)
     with pytest.raises(ConfigError, match=f"weights {weights}: .* only where all are in memory: omit --device-map"):
-        quantize_model(source, settings)
+        rounding()
 
 
 def test_large_weights_are_stood_in_for_and_everything_is_put_back(folder: Path) -> None:

@@ -42,6 +42,7 @@ from transformers import AutoModelForCausalLM
 
 from tide_export.cli.main import main
 from tide_export.errors import ModelError, UnsupportedModelError
+from tide_export.model.quantized_files import dequantized
 from tide_export.model.quantized_integers import read_compressed
 from tide_export.model.source import load_model
 
@@ -153,6 +154,15 @@ def test_the_command_says_it_in_one_line(float_model: Path, tmp_path: Path, caps
     assert line.startswith("tide-export: error: ")
     assert "is quantized with bitsandbytes, which cannot be read" in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(72, 40), (64, 96), (33, 1)])
+def test_blocks_of_fp8_that_do_not_divide_a_matrix(rows: int, columns: int) -> None:
+    scales = torch.rand(-(-rows // 32), -(-columns // 32)) + 0.5
+    matrix = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    found = dequantized({"a.weight": matrix, "a.weight_scale_inv": scales}, FP8, "a model")["a.weight"]
+    wide = scales[(torch.arange(rows) // 32)[:, None], torch.arange(columns) // 32]
+    assert torch.equal(found, matrix.float() * wide)
 
 
 def test_fp8_whose_config_does_not_say_so_is_refused(tmp_path: Path) -> None:

@@ -72,6 +72,12 @@ def test_inspect_prints_a_command_a_network(demo_bundle: Path, commands, capsys:
     assert all("'--decomposableAttentions=*'" in line for line in printed)  # a shell would expand it
 
 
+def test_networks_for_cuda_have_none(demo_bundle: Path) -> None:
+    manifest = replace(open_bundle(demo_bundle, verify=False).manifest, targets=("onnxruntime", "cuda"))
+    with pytest.raises(BundleError, match="are for provider cuda, which needs no plans: export it with --target"):
+        trtexec_lines(manifest, "p")
+
+
 def test_a_bundle_without_networks_has_none(tiny_llama) -> None:
     with pytest.raises(BundleError, match="'p' holds no segment networks: export it with --target tensorrt"):
         trtexec_lines(replace(open_bundle(tiny_llama.exact, verify=False).manifest, networks=None), "p")

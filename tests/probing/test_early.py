@@ -1,10 +1,11 @@
 """The noise of draws, and the quick lens."""
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from tide_export.probing.early import _noise, _ridge
+from tide_export.probing.early import Early, _noise, _ridge
 
 DRAWS = 40_000
 
@@ -37,6 +38,15 @@ def test_the_quick_lens_finds_a_linear_map():
     found = _ridge(states, states + states @ matrix + offset, others)
     assert float((found - expected).norm() / expected.norm()) < 0.15  # ridge
     assert float((others - expected).norm() / expected.norm()) > 0.5
+
+
+def test_a_replay_drafts_the_likeliest_tokens_as_the_runtime_does():
+    document, shape = np.repeat([0, 1], 5), (10, 2)
+    early, likeliest = np.zeros(shape, np.int64), np.arange(20).reshape(shape)
+    found = Early((2, 4), 6, document, np.ones(shape, np.float32), early, likeliest, np.zeros(10, np.int64), (0.0, 0.0))
+    measured, chosen = found.recorded()
+    assert chosen.tolist() == [0, 1]
+    assert np.array_equal(measured.early, likeliest.reshape(2, 5, 2))
 
 
 def test_exits_of_the_final_state_change_nothing(of_early):

@@ -48,6 +48,13 @@ def test_it_is_what_was_measured(with_auto, tiny_bundle: Path, tiny: TinyModel) 
         assert (done.stats.drafted > 0) == (auto.mode == "lossless")
 
 
+def test_a_long_list_has_the_mode_of_those_decoded_at_once(with_auto, tiny_llama: TinyLlama) -> None:
+    engine = with_auto(tiny_llama.exact, replace(EXIT, slots=32))
+    assert [engine.resolved(GenerationConfig(), prompts)["mode"] for prompts in (32, 40)] == ["exit", "exit"]
+    assert any(one.stats.total_exited > 0 for one in engine.generate(PROMPTS * 14, max_new_tokens=20))
+    assert with_auto(tiny_llama.exact, replace(EXIT, slots=31)).resolved(GenerationConfig(), 40)["mode"] == "full"
+
+
 def test_a_list_gets_the_tokens_of_each_prompt_alone(with_auto, tiny_llama: TinyLlama) -> None:
     for auto in (replace(EXIT, slots=3), replace(EXIT, slots=8), replace(LOSSLESS, slots=3), FULL):
         engine = with_auto(tiny_llama.exact, auto)

@@ -1,6 +1,7 @@
 """Grammars: the text follows them in every mode, lossless is full, and what cannot be compiled is one sentence."""
 
 import json
+import os
 import random
 import re
 import sys
@@ -15,9 +16,11 @@ from bundles import with_manifest
 
 from tide_export.bundle.manifest import Drafting
 from tide_export.errors import GenerationError
+from tide_export.runtime import grammar
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.grammar import Grammar
+from tide_export.runtime.grammar import Compilations, Grammar, schema_error
+from tide_export.runtime.limited import LimitError
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 
@@ -173,6 +176,61 @@ def test_tokens_can_be_taken_back_at_random(engine: Engine, kind: dict[str, Any]
             fresh.read(taken)
             assert (state.mask() == fresh.mask()).all()
     assert ended
+
+
+class Compiler:
+    """A process that takes 2 s for each grammar, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now, self.left = 0.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def call(self, function: str, *asked: Any, seconds: float) -> tuple[str, str]:
+        assert function == "compiled"
+        assert grammar._turns[os.getpid()].locked()  # so others that compile meanwhile take nothing of the time
+        self.left.append(seconds)
+        self.now += min(seconds, 2.0)
+        if seconds < 2.0:
+            raise LimitError(f"takes longer than {seconds:g} s")
+        return "", ""
+
+
+def test_the_grammars_of_one_request_have_5_seconds_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler()
+    monkeypatch.setattr(grammar, "_process", compiler)
+    monkeypatch.setattr(grammar, "time", compiler)
+    request, schemas = Compilations(), [json.dumps({"enum": [number]}) for number in range(3)]
+    reasons = []
+    for schema in schemas:  # as for each prompt of a request
+        with request.shared():
+            reasons.append(schema_error(engine.bundle, schema))
+    assert reasons == ["", "", "takes longer than 5 s"]
+    assert [schema_error(engine.bundle, schema) for schema in schemas] == [""] * 3
+    assert compiler.left == [5.0, 3.0, 1.0, 5.0, 5.0, 5.0]
+
+
+def test_generations_of_one_request_share_their_grammar(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, call = list[Any](), grammar._process.call
+
+    def counted(function: str, *arguments: Any, **options: Any) -> Any:
+        found = call(function, *arguments, **options)
+        asked.extend([arguments[1:3]] if function == "compiled" and found is not None else [])
+        return found
+
+    prompts = [engine.tokenizer.encode(text) for text in (PROMPT, "import os", PROMPT)]
+    shared: dict[str, Any] = {"max_new_tokens": 30, "mode": "full"} | GRAMMARS[1]
+    alone = [engine.generate(prompt, **shared).tokens for prompt in prompts]
+    monkeypatch.setattr(grammar._process, "call", counted)
+    scheduler, request = engine.scheduler(SchedulerLimits(slots=2)), Compilations()
+    with request.shared():
+        handles = [scheduler.submit(prompt, **shared) for prompt in prompts]
+        handles.append(scheduler.submit(prompts[0], max_new_tokens=2, mode="full", regex="a+"))
+    assert [handle.result().tokens for handle in handles[:3]] == alone
+    assert asked == [("regex", GRAMMARS[1]["regex"]), ("regex", "a+")]
+    engine.generate(prompts[0], **shared)
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Requests that join, leave and are cancelled at random: each gets the tokens that it gets alone, on every engine."""
 
 import asyncio
+import math
 import random
 import signal
 import threading
@@ -21,7 +22,7 @@ from tide_export.names.networks import HEAD, segment_name
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.handle import RequestHandle
-from tide_export.runtime.native import call
+from tide_export.runtime.native import call, library
 from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.verify.export_gate import dividing_thresholds
 
@@ -182,6 +183,31 @@ def test_a_thread_does_the_steps_for_many_readers(graph: Engine, mixed: list[flo
         for reader in readers:
             reader.join()
     assert [found[number] for number in range(len(requests))] == [one.tokens for one in alone]
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e300])
+def test_a_wait_for_ever_lasts_until_there_is_a_token(graph: Engine, seconds: float) -> None:
+    handle = graph.scheduler().submit([5, 1, 7], mode="full", max_new_tokens=2)
+    waiting = threading.Thread(target=library().tide_request_wait, args=(handle._handle, 0, seconds))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    handle.result()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_a_queued_request_that_expires_is_news(graph: Engine) -> None:
+    async def read(handle: RequestHandle) -> list[int]:
+        return [token async for token in handle]
+
+    async def expire() -> str | None:
+        with graph.scheduler(SchedulerLimits(slots=1)) as scheduler:
+            late = scheduler.submit([5], max_new_tokens=2, timeout=0.0)
+            assert await asyncio.wait_for(read(late), 20) == []
+            return late.result().finish_reason
+
+    assert asyncio.run(expire()) == "timeout"
 
 
 def test_async_for(graph: Engine, mixed: list[float]) -> None:

@@ -209,13 +209,14 @@ def test_types_patterns_and_where_adapters_run(engine: Engine, folder: Path, dem
         tmp_path / "half"
     )
     shutil.copytree(folder / "two", tmp_path / "less")
-    config(lora_alpha=2, alpha_pattern={"v_proj": 8})(tmp_path / "less")
+    config(lora_alpha=2, alpha_pattern={"self_attn.v_proj": 8, "v_proj": 1})(tmp_path / "less")
     loaded = load(folder / "bundle", threads=1, adapters={name: tmp_path / name for name in ("half", "less")})
     two = engine.embed(ids, adapter="two")
     np.testing.assert_allclose(loaded.embed(ids, adapter="half"), two, atol=2e-3)
     np.testing.assert_array_equal(loaded.embed(ids, adapter="less"), two)
-    with pytest.raises(ConfigError, match="has no room for adapters: export it with --lora-rank"):
-        load(demo_bundle, provider="cpu", adapters={"two": folder / "two"})
+    for provider in ("auto", "cpu", "tensorrt"):
+        with pytest.raises(ConfigError, match="has no room for adapters: export it with --lora-rank"):
+            load(demo_bundle, provider=provider, adapters={"two": folder / "two"})
     with pytest.raises(ProviderError, match="adapters are for provider 'cpu', not 'cpu-networks'"):
         open_engine(engine.bundle, "cpu-networks", adapters={"two": folder / "two"})
 

@@ -28,9 +28,10 @@ ASKED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 4, "te
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> Iterator[LimitedProcess]:
-    """A grammar may take a quarter of a second."""
+    """The grammars of a request may take a quarter of a second."""
     process = LimitedProcess("tide_export.runtime.grammar_process", 0.25)
     monkeypatch.setattr(grammar, "_process", process)
+    monkeypatch.setattr(grammar, "GRAMMAR_SECONDS", 0.25)
     yield process
     process.close()
 
@@ -267,6 +268,27 @@ def test_requests_that_run_keep_their_connections(bounded: Running) -> None:
         connection.close()
     bounded.http = httpx.Client(base_url=f"http://127.0.0.1:{bounded.port}", timeout=60)
     assert bounded.idle()
+
+
+def test_clients_that_do_not_read_are_left(bounded: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that read slowly get the whole answer."""
+    answer = b"x" * (1 << 26)  # more than the sockets hold
+    monkeypatch.setattr(bounded.service.metrics, "render", lambda: answer)
+    with connected(bounded, HEADERS.replace(b"/health", b"/metrics") + b"\r\n") as connection:
+        until = time.monotonic() + 30
+        while not (ours := bounded._server.server_state.connections) and time.monotonic() < until:
+            time.sleep(0.01)
+        while ours and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not ours
+        assert sum(map(len, iter(lambda: connection.recv(1 << 20), b""))) < len(answer)
+    monkeypatch.setitem(vars(bounded.service.config), "body_seconds", 0.6)
+    with connected(bounded, HEADERS.replace(b"/health", b"/metrics") + b"\r\n") as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # else most of it waits here
+        reading = connection.makefile("rb")
+        for _ in range(8):
+            assert len(reading.read(1 << 23)) == 1 << 23
+            time.sleep(0.15)
 
 
 def test_embeddings_are_bounded_as_a_whole(bounded: Running) -> None:

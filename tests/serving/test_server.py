@@ -1,25 +1,36 @@
 """The server over real HTTP: OpenAI's own client gets the engine's tokens, and what is wrong is one error."""
 
+import asyncio
 import json
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
 import tiers
 from command_line import refused
+from fastapi import FastAPI
 from running_server import GREEDY, KEY, PROMPT, Running, free_port, text_of
+from tokenizers import Tokenizer, decoders, models
 
+from tide_export.errors import BundleError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
+from tide_export.serving import answers
+from tide_export.serving.app import build_app
 from tide_export.serving.config import ServerConfig
+from tide_export.serving.logprobs import bytes_of
 from tide_export.serving.protocol import ApiError, ChatRequest
 from tide_export.serving.service import Service
 
@@ -167,6 +178,42 @@ def test_log_probabilities_of_a_conversation(server: Running) -> None:
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, "top_logprobs needs logprobs")
 
 
+def test_the_bytes_of_tokens_give_their_characters(engine: Engine, tmp_path: Path) -> None:
+    """Also those of a token that holds part of a character, if the vocabulary tells them."""
+    ids = engine.tokenizer.encode_plain(text := "鍵 é🌍")
+    assert "\ufffd" in [engine.tokenizer.token_text(token) for token in ids]
+    assert bytes(one for token in ids for one in bytes_of(engine.tokenizer, token) or ()) == text.encode()
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}
+    made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    for decoder, told in ((decoders.ByteFallback(), [0xE9]), (decoders.Replace("<0xE9>", "\ufffd"), None)):
+        made.decoder = decoder
+        made.save(str(tmp_path / "tokenizer.json"))
+        assert bytes_of(BundleTokenizer(tmp_path), 0xE9) == told
+
+
+def test_a_streamed_echo_is_written_beside_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, threads = answers.of_completion, list[threading.Thread]()
+    monkeypatch.setattr(answers, "of_completion", lambda *of: threads.append(threading.current_thread()) or write(*of))
+    body = {"model": "demo", "prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 2, "stream": True}
+    streamed = [line for line in server.http.post("/v1/completions", json=body).text.splitlines() if line]
+    assert json.loads(streamed[0].removeprefix("data: "))["choices"][0]["text"] == PROMPT
+    assert [thread is server._thread for thread in threads][:2] == [False, True]
+
+
+def test_null_is_as_if_it_were_not_given(server: Running) -> None:
+    names = ["temperature", "top_p", "n", "stream", "presence_penalty", "frequency_penalty", "logprobs", "stop", "mode"]
+    bare = {"model": "demo", "seed": 5, "max_tokens": 6}
+    for path, asked, more in (
+        ("completions", {"prompt": PROMPT}, ["echo", "suffix"]),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, ["top_logprobs", "tools"]),
+    ):
+        nulls = dict.fromkeys(names + more)
+        told = [server.http.post(f"/v1/{path}", json=bare | asked | fields) for fields in ({}, nulls)]
+        assert [one.status_code for one in told] == [200, 200], told[1].text
+        without, with_nulls = ([one["choices"], one["usage"]["completion_tokens"]] for one in (x.json() for x in told))
+        assert without == with_nulls
+
+
 def test_an_end_of_sequence_can_be_ignored(server: Running, engine: Engine) -> None:
     whole = engine.generate(engine.tokenizer.encode(PROMPT), max_new_tokens=24, mode="full").tokens
     stopping = server.openai.completions.create(
@@ -250,6 +297,41 @@ def test_paths_keys_and_health(server: Running) -> None:
         assert "here" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("mounted", [False, True])
+def test_a_root_path_needs_the_key_too(server: Running, mounted: bool) -> None:
+    inner, outer = build_app(server.service), FastAPI()
+    outer.mount("/llm", inner)
+    transport = httpx.ASGITransport(outer) if mounted else httpx.ASGITransport(inner, root_path="/llm")
+
+    async def statuses(**headers: str) -> list[int]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x/llm", headers=headers) as client:
+            paths = "/v1/models", "/tokenizer_info", "/nothing", "/health", "/ready", "/metrics"
+            return [(await client.get(path)).status_code for path in paths]
+
+    assert asyncio.run(statuses()) == [401, 401, 401, 200, 200, 200]
+    assert asyncio.run(statuses(Authorization=f"Bearer {KEY}")) == [200, 200, 404, 200, 200, 200]
+
+
+def test_every_application_asks_for_the_key_of_the_environment(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDE_API_KEY", "theirs")
+    monkeypatch.setattr(server.service, "config", server.service.config.model_copy(update={"api_key": None}))
+    transport = httpx.ASGITransport(build_app(server.service))
+
+    async def status(key: str) -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return (await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status_code
+
+    assert [asyncio.run(status(key)) for key in (KEY, "theirs")] == [401, 200]
+    monkeypatch.setitem(sys.modules, "ray", ray := MagicMock())
+    build = runpy.run_module("tide_export.serving.ray")["application"]
+    bound = ray.serve.deployment.return_value.return_value.bind
+    for given, key in (({}, "theirs"), ({"api_key": "ours"}, "ours")):
+        build({"bundle": "demo"} | given)
+        assert bound.call_args.args[1].api_key == key
+
+
 def test_a_client_that_leaves_frees_its_slot(server: Running) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 900, "temperature": 0}
     with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
@@ -331,6 +413,32 @@ def test_what_nobody_foresaw_is_an_error_too(server: Running, monkeypatch: pytes
     monkeypatch.setattr(server.service, "prompts", broken)
     answer = server.http.post("/v1/completions", json={"model": "demo", "prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_a_step_that_fails_is_the_last_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(request: Any) -> None:
+        raise RuntimeError("broken")
+
+    def fails(ids: Any, logits: Any) -> None:
+        raise BundleError("the weights are gone")
+
+    def last() -> tuple[str, str]:
+        body = {"model": "demo", "prompt": "x", "stream": True}
+        streamed = server.http.post("/v1/completions", json=body, timeout=10).text
+        told = json.loads(streamed.strip().removeprefix("data: "))["error"]
+        return told["message"], told["type"]
+
+    scheduler, submit = server.service.scheduler, server.service.scheduler.submit
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            scheduler,
+            "submit",
+            lambda ids, config, **more: submit(ids, replace(config, logits_processor=fails), **more),
+        )
+        assert last() == ("the weights are gone", "server_error")
+    monkeypatch.setattr(server.service, "reader", broken)
+    assert last() == ("the server failed: its log says how", "server_error")
+    assert server.idle()
 
 
 def test_a_client_that_leaves_in_its_request_is_no_failure(server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,8 @@ import pytest
 from running_server import Running
 from scripted import Pause, saying, with_template
 
+from tide_export.runtime import grammar
+
 QWEN = r"""{%- if tools %}# system: {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{"name": <function-name>, "arguments": <args>} in <tool_call></tool_call>
 {% endif %}{% for m in messages %}# {{ m.role }}: {{ m.content }}
@@ -132,6 +134,29 @@ def test_a_call_can_be_forced_and_follows_its_schema(served: str, request: pytes
     assert json.loads(calls[0][1])["city"] in ("Oslo", "Rome")
     ((_, calls, _),) = told(server, ROME + "\n" + TIME, tool_choice="required")
     assert [name for name, _ in calls] == ["weather", "now"]
+
+
+def test_a_request_compiles_each_grammar_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of choices and prompts, and all in the time of one."""
+    told(server, "No.", tools=[STRICT])  # the process has the vocabulary
+    left, call = list[float](), grammar._process.call
+
+    def counted(function: str, *arguments: Any, seconds: float) -> Any:
+        left.append(seconds)
+        return call(function, *arguments, seconds=seconds)
+
+    monkeypatch.setattr(grammar._process, "call", counted)
+    forced = ASKED | {"tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": False, "n": 3}
+    with saying(server, *[[]] * 3):
+        choices = server.openai.chat.completions.create(max_tokens=80, **forced).choices
+    assert [choice.finish_reason for choice in choices] == ["tool_calls"] * 3
+    assert len(left) == 3  # of each tool, and of the calls
+    assert left == sorted(left, reverse=True)
+    assert left[0] == grammar.GRAMMAR_SECONDS > left[-1]
+    left.clear()
+    body = {"model": "demo", "prompt": ["a", "b"], "n": 2, "max_tokens": 4, "guided_regex": "[ab]{3}"}
+    assert len(server.http.post("/v1/completions", json=body).json()["choices"]) == 4
+    assert len(left) == 1
 
 
 def test_strict_calls_follow_their_schema_and_text_is_free(server: Running) -> None:

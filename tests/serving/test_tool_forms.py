@@ -34,12 +34,19 @@ def read(form: str, text: str, several: bool, size: int) -> tuple[str, list[tupl
 
 
 LLAMA = "; ".join(call(*one, key="parameters") for one in (F, G))
+# Half of a surrogate pair is no text, and infinity no JSON.
+HALF = '{"arguments": {"x": "é\\ud83d"}, "name": "f"}'
+QUOTED_HALF = '{"arguments": "{\\"x\\": \\"\\ud83d\\"}", "name": "f"}'
+HUGE = '{"arguments": {"x": 1e999}, "name": "f"}'
 CASES = [
     ("hermes", "So.\n" + HERMES.format(call(*F)) + "\n" + HERMES.format(call(*G)), "So.", [F, G]),
     ("hermes", HERMES.format(call(*F)) + "\nBye.\n", "\nBye.", [F]),
     ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [("f", '{"x": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}', "", [("f", '{"x": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "id": 3}</tool_call>', "", [("f", "{}")]),
+    ("hermes", f"<tool_call>{HALF}</tool_call>", "", [("f", '{"x": "é\\ud83d"}')]),
+    ("hermes", f"<tool_call>{QUOTED_HALF}</tool_call>", "", [("f", '{"x": "\\ud83d"}')]),
+    ("hermes", f"<tool_call>{HUGE}</tool_call>", f"<tool_call>{HUGE}</tool_call>", []),
     ("hermes", HERMES.format(call(*F))[:50], "", [("f", F[1][: 50 - HERMES.format(call(*F)).index(F[1])])]),
     ("hermes", HERMES.format(call("h", "{}")), HERMES.format(call("h", "{}")), []),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),

@@ -1,8 +1,10 @@
 """`tide-export adapt`: trains a model to exit early and writes it with its quality before and after."""
 
 import logging
+import math
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from tide_export.model.quantized_files import prepare_quantized
 from tide_export.model.source import SourceModel, load_model
 
 logger = logging.getLogger("tide_export")
+
+SAMPLED = 256  # sequences that show how long they are
 
 # Settings that may change when a run resumes: none affects the number of steps or the text of a step.
 CHANGEABLE = {
@@ -90,12 +94,13 @@ def adapt(
     settings |= {"model": source.weights_sha256, "text": documents.sha256}
     settings |= {} if others is None else {"held_out_text": others.sha256}
     snapshot = Snapshot(folder, settings)
-    saved = snapshot.load()
     measured = [
         padded(held_out[i : i + config.micro_batch], source.device) for i in range(0, len(held_out), config.micro_batch)
     ]
 
-    with fast_attention(source, texts[0].ids.tolist(), [source.num_layers]):
+    held = snapshot.locked() if processes.main else nullcontext()
+    with held, fast_attention(source, texts[0].ids.tolist(), [source.num_layers]):
+        saved = snapshot.load()
         lora = Lora(source, config.lora_rank, config.seed) if config.lora_rank else None
         trainer = Trainer(source, texts, config, exits, steps, snapshot, lora)
         check_space(source, target, snapshot, dtype, sum(weight.numel() for weight in trainer.parameters))
@@ -119,12 +124,12 @@ def adapt(
                 else load_model(model, device=device, trust_remote_code=trust_remote_code)
             )
             changes = measure_change(original, source, measured)
-    tokens = round(steps * config.batch * float(np.mean([len(text.ids) for text in texts])))
-    recorded = settings | config.model_dump(mode="json", include=CHANGEABLE) | {"source": model}
-    report = AdaptReport(str(output), recorded, exits, tokens, before, after, *changes)
-    with stage("writing the model"):
-        write_model(source, tokenizer, target, dtype, report.write)
-    snapshot.remove()
+        tokens = round(steps * config.batch * float(np.mean([len(text.ids) for text in texts])))
+        recorded = settings | config.model_dump(mode="json", include=CHANGEABLE) | {"source": model}
+        report = AdaptReport(str(output), recorded, exits, tokens, before, after, *changes)
+        with stage("writing the model"):
+            write_model(source, tokenizer, target, dtype, report.write)
+        snapshot.remove()
     return report
 
 
@@ -162,7 +167,9 @@ def _read(
     length = min(config.length, source.context_length or config.length)
 
     def read(text: Documents, tokens: int) -> list[TokenSequence]:
-        sequences = read_sequences(text, tokenizer, length, -(-tokens // length) * 5 // 4 + 2)
+        first = read_sequences(Documents(text.spec), tokenizer, length, SAMPLED)
+        mean = float(np.mean([len(sequence.ids) for sequence in first]))
+        sequences = read_sequences(text, tokenizer, length, math.ceil(1.25 * tokens / mean) + 2)
         return [sequence for sequence in sequences if len(sequence.ids) > 1]
 
     if others is None:
@@ -175,7 +182,8 @@ def _read(
             f"dataset {dataset!r} is too short: it gives {len(texts)} sequences to train on (--batch: {config.batch}) "
             f"and {len(held_out)} of other documents to measure on (1 or more)"
         )
-    held_out = held_out[: max(1, -(-config.held_out_tokens // length))]
+    ends = np.cumsum([len(sequence.ids) for sequence in held_out])
+    held_out = held_out[: int(np.searchsorted(ends, config.held_out_tokens)) + 1]
     largest = max(int(sequence.ids.max()) for sequence in texts + held_out)
     if largest >= source.vocab_size:
         raise ModelError(

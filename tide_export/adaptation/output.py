@@ -54,6 +54,8 @@ def check_space(source: SourceModel, output: Path, snapshot: Snapshot, dtype: to
     """
     model = sum(parameter.numel() for parameter in source.model.parameters()) * dtype.itemsize
     two = 2 * trained * 4 * (1 + ADAM_STATES)  # the old snapshot is replaced once the new one is complete
+    if snapshot.file.exists():
+        two -= snapshot.file.stat().st_size
     for what, folder, needed in (("model", output.parent, model), ("snapshot to resume from", snapshot.folder, two)):
         existing = next(entry for entry in (folder.absolute(), *folder.absolute().parents) if entry.exists())
         if (free := shutil.disk_usage(existing).free) < needed:

@@ -3,13 +3,16 @@
 A snapshot is one file, written under a temporary name and renamed: a killed process leaves the last complete one.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tide_export.common.files import TEMPORARY, failure, fsync
+from tide_export.common.files import TEMPORARY, failure, fsync, lock
 from tide_export.errors import AdaptError, TideError, first_line
 
 SNAPSHOT_FILE = "training.pt"
@@ -31,6 +34,28 @@ class Snapshot:
     @property
     def file(self) -> Path:
         return self.folder / SNAPSHOT_FILE
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other runs from the folder, which is removed if it is empty at the end.
+
+        Raises:
+            error: another run uses it, or it cannot be made.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise self.error(f"cannot use {self.folder}: {failure(error, self.folder)}") from error
+        try:
+            lock(held, str(self.folder), self.error)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()
+        finally:
+            os.close(held)
 
     def save(self, snapshot: dict[str, Any]) -> None:
         """Replaces the snapshot.
@@ -66,10 +91,8 @@ class Snapshot:
         return snapshot
 
     def remove(self) -> None:
-        """Removes the snapshot, and the folder if it is then empty."""
+        """Removes the snapshot."""
         self.file.unlink(missing_ok=True)
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
 
 
 def require_same(what: str, written: dict[str, Any], settings: dict[str, Any], error: type[TideError]) -> None:

@@ -148,6 +148,16 @@ class TideConfig(Settings):
             raise ConfigError(f"kv_cache_strategy must be exact, not {strategy!r}")
         return {name: value for name, value in options.items() if name != KV_CACHE_STRATEGY}
 
+    @model_validator(mode="after")
+    def _check_fractions(self) -> Self:
+        fractions = self.validation_fraction, self.test_fraction
+        if 1 - sum(fractions) < max(fractions) - 1e-9:
+            raise ConfigError(
+                f"validation_fraction {fractions[0]:g} and test_fraction {fractions[1]:g} must leave the largest share "
+                "for training"
+            )
+        return self
+
     @classmethod
     def names(cls) -> set[str]:
         """Returns the names of all settings that it takes."""
@@ -178,6 +188,20 @@ class TideConfig(Settings):
         # One checkpoint's exit states of all three splits are in memory too: 1.5 times those of the training split.
         per_token = 4 * hidden_size * (layers + 1) * 1.5
         return max(64, int(self.calibration_memory * 2**30 / per_token))
+
+    def check_checkpoints(self, num_layers: int) -> None:
+        """Checks that a model with `num_layers` layers can have checkpoints.
+
+        Raises:
+            ConfigError: as `resolve_checkpoints`; or none can be chosen for `auto`.
+        """
+        if self.checkpoints != "auto":
+            self.resolve_checkpoints(num_layers)
+        elif max(1, self.min_layers) >= num_layers:
+            raise ConfigError(
+                f"checkpoints auto: a model of {num_layers} layers has none from layer {max(1, self.min_layers)} on: "
+                "lower --min-layers"
+            )
 
     def resolve_checkpoints(self, num_layers: int) -> tuple[int, ...]:
         """Returns the checkpoints of a model with `num_layers` layers, ascending; never after the last layer.

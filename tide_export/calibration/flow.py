@@ -70,8 +70,7 @@ def calibrate(
         CalibrationError: there is too little text, the tokenizer is another model's, a hidden state is not finite, or
             no checkpoint is left.
     """
-    if config.checkpoints != "auto":
-        config.resolve_checkpoints(source.num_layers)  # raises before the text is read
+    config.check_checkpoints(source.num_layers)  # before the text is read
     before, config = config.calibration_samples, config.sized(source.model.num_parameters())
     if config.calibration_samples < before:
         logger.info(

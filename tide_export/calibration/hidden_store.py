@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tide_export.calibration.distributed import Processes
-from tide_export.common.files import failure
+from tide_export.common.files import failure, lock
 from tide_export.common.formatting import size
 from tide_export.common.values import parse_json
 from tide_export.errors import CalibrationError
@@ -233,14 +233,10 @@ class FolderStore(Store):
 
 def _locked(folder: Path) -> int:
     """Locks the folder until the returned file descriptor is closed or the process ends."""
+    held = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        import fcntl
-    except ImportError as error:
-        raise CalibrationError("a calibration folder needs a POSIX system: omit it on this one") from error
-    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise CalibrationError(f"calibration folder {folder} is in use by another run: give another --cache") from error
-    return lock
+        lock(held, f"calibration folder {folder}", CalibrationError)
+    except BaseException:
+        os.close(held)
+        raise
+    return held

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tide_export.data.sequences import TokenSequence
-from tide_export.errors import CalibrationError, ConfigError
+from tide_export.errors import CalibrationError
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,8 @@ def split_sequences(
     are used instead, whatever their documents.
 
     Raises:
-        ConfigError: the fractions leave less for training than for another part.
         CalibrationError: there are fewer than three sequences.
     """
-    fractions = (validation_fraction, test_fraction)
-    if min(fractions) <= 0 or 1 - sum(fractions) < max(fractions) - 1e-9:
-        raise ConfigError(
-            f"validation_fraction {validation_fraction:g} and test_fraction {test_fraction:g} must be above 0 and "
-            "leave the largest share for training"
-        )
     if len(sequences) < 3:
         raise CalibrationError(
             f"the dataset gives {len(sequences)} sequence(s): routers need at least 3, to fit, to "

@@ -14,6 +14,7 @@ from pathlib import Path
 from tide_export.errors import TideError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 FULL_BYTES = 2**20  # a disk with less free space counts as full when a library failed to write there
 TEMPORARY = "tide-tmp"
 
@@ -51,6 +52,25 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
         for temporary in temporaries.values():
             with contextlib.suppress(OSError):
                 temporary.unlink()
+
+
+def lock(descriptor: int, what: str, error: type[TideError]) -> None:
+    """Locks an open file or folder until it is closed or the process dies.
+
+    A file system without locks gives none.
+
+    Raises:
+        error: another run holds the lock: `what` is in use.
+    """
+    import fcntl  # here, as running a bundle must work without it
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise error(f"{what} is in use by another run: wait for its end, or give another --cache") from None
+    except OSError as reason:
+        if reason.errno not in NO_LOCKS:
+            raise
 
 
 def check_writable(file: Path) -> None:

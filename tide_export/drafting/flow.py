@@ -70,8 +70,9 @@ def draft(
         source = load_model(model, trust_remote_code=trust_remote_code)
         target = Target.of(source)
         check_bundle(bundle, source.weights_sha256, target.embeddings.shape[1])
-        context = source.context_length
+        contexts = source.context_length, opened.manifest.model.context_length
         source.release()
+    context = min((length for length in contexts if length is not None), default=None)
     prompts = choose_prompts(texts, load_tokenizer(model, trust_remote_code), config, context)
     settings = config.model_dump(mode="json", exclude=CHANGEABLE) | {
         "model": target.weights_sha256,

@@ -128,7 +128,7 @@ def choose_prompts(
 
     Args:
         texts: the result of `check_prompts`.
-        context: the model's maximum number of tokens; None: unlimited.
+        context: the maximum number of tokens of the model and its bundle; None: unlimited.
 
     Raises:
         DraftError: fewer than two of the user's prompts can be used, or the chat template refuses one.

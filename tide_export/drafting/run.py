@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from tide_export.adaptation.snapshot import Snapshot
-from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS
 from tide_export.bundle.opened import Bundle
 from tide_export.calibration.distributed import Processes
 from tide_export.common.progress import duration, stage
@@ -62,6 +61,7 @@ class Run:
         self._measuring = 0.0
         self._measured: list[tuple[int, float]] = []
         self._acceptance: Acceptance | None = None
+        self._verify_costs: tuple[float, ...] | None = None
         self._round: Round | None = None
         self._answering = True  # whether the round has not begun to train
         self._finished: float | None = None  # minutes of the finished training
@@ -248,10 +248,10 @@ class Run:
         )
 
     def _speed(self, acceptance: tuple[float, ...]) -> float:
-        if self._engine is None:
-            return schedule.expected_speed(acceptance, DEFAULT_VERIFY_COSTS)
-        drafting = self._engine.resolved(GenerationConfig(mode="lossless"))["drafting"]
-        return schedule.expected_speed(acceptance, drafting["verify_costs"])
+        if self._verify_costs is None or self._engine is not None:
+            drafting = self._loaded_engine().resolved(GenerationConfig(mode="lossless"))["drafting"]
+            self._verify_costs = tuple(drafting["verify_costs"])
+        return schedule.expected_speed(acceptance, self._verify_costs)
 
     def _log(self, total: float) -> None:
         if not self._processes.main or self._acceptance is None or self._trainer is None:
@@ -284,6 +284,8 @@ class Run:
                 "measured": [list(one) for one in self._measured],
                 "acceptance": None if self._acceptance is None else asdict(self._acceptance),
                 "finished": self._finished,
+                "minutes": self._config.minutes,
+                "verify_costs": None if self._verify_costs is None else list(self._verify_costs),
             }
         )
 
@@ -296,11 +298,15 @@ class Run:
             self._trainer = self._new_trainer(snapshot["tokens"].numpy())
             self._trainer.resume(snapshot["trainer"])
         self._round = None if snapshot["round"] is None else Round(**snapshot["round"])
+        if self._round is not None and self._round.last and self._config.minutes > snapshot["minutes"]:
+            self._round = None  # it would end as early as was then asked for
         self._answering, self._measuring = snapshot["answering"], snapshot["measuring"]
         self._measured = [(int(tokens), float(speed)) for tokens, speed in snapshot["measured"]]
         acceptance = snapshot["acceptance"]
         self._acceptance = None if acceptance is None else Acceptance(**acceptance)
         self._finished = snapshot["finished"]
+        costs = snapshot["verify_costs"]
+        self._verify_costs = None if costs is None else tuple(costs)
         logger.info("resuming after %s, from %s", duration(self._seconds()), self._folder)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tide_export.adaptation.snapshot import require_same
-from tide_export.common.files import failure, replace_files
+from tide_export.common.files import failure, lock, replace_files
 from tide_export.common.formatting import size
 from tide_export.drafting.prompts import Request
 from tide_export.errors import DraftError
@@ -72,7 +72,7 @@ class AnswerStore:
             width: size of a hidden state, D.
 
         Raises:
-            DraftError: the files cannot be opened, or are damaged.
+            DraftError: the files cannot be opened, are damaged, or are in use by another run.
         """
         self.folder, self.width, self.rank, self.count = folder, width, rank, count
         self.answers: list[Answer] = []
@@ -81,8 +81,9 @@ class AnswerStore:
         self._read: dict[int, int] = {}  # bytes of each index that were read
         self._maps: dict[int, np.ndarray] = {}
         try:
-            end = self._repair()
             self._hidden = self._file("states", rank).open("ab")
+            lock(self._hidden.fileno(), f"the cache {folder}", DraftError)
+            end = self._repair()
             self._index = self._file("answers", rank).open("ab")
         except OSError as error:
             raise DraftError(f"cannot use the cache {folder}: {failure(error, folder)}") from error

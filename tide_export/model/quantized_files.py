@@ -9,7 +9,7 @@ kept. Other formats of compressed-tensors, fp8 and other mxfp4 use transformers'
 Models with more than quantized weights (activations, other methods) raise UnsupportedModelError.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any
@@ -107,16 +107,18 @@ def dequantized(
             if scale is None:
                 raise _problem(f"weight {path} is in 8 bits but has no {FP8_SCALES[0]}")
             parts = {part: tensor for part, tensor in parts.items() if part not in FP8_SCALES}
-            parts["weight"] = _scaled(parts["weight"], scale)
+            parts["weight"] = _scaled(parts["weight"], scale, settings.get("weight_block_size") or (1, 1))
         weights |= {f"{path}.{part}" if path else part: tensor for part, tensor in parts.items()}
     return weights
 
 
-def _scaled(matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _scaled(matrix: torch.Tensor, scales: torch.Tensor, block: Sequence[int]) -> torch.Tensor:
     """Multiplies `matrix` [N, K] by `scales`: one number, one a row, or one a block of rows and columns."""
     scales = scales.float().reshape(scales.shape if scales.dim() == 2 else (-1, 1))
     for dim, size in enumerate(matrix.shape):
-        scales = scales.repeat_interleave(-(-size // scales.shape[dim]), dim).narrow(dim, 0, size)
+        blocks = scales.shape[dim]
+        each = block[dim] if blocks == -(-size // block[dim]) else -(-size // blocks)  # the last may be smaller
+        scales = scales.repeat_interleave(each, dim).narrow(dim, 0, size)
     return matrix.float() * scales
 
 

@@ -156,9 +156,8 @@ def planned_checkpoints(config: TideConfig, num_layers: int) -> tuple[int, ...]:
     Raises:
         ConfigError: the model has no such layers.
     """
-    if config.checkpoints == "auto":
-        return (num_layers // 2,) if num_layers > 1 else ()
-    return config.resolve_checkpoints(num_layers)
+    config.check_checkpoints(num_layers)
+    return (num_layers // 2,) if config.checkpoints == "auto" else config.resolve_checkpoints(num_layers)
 
 
 def _check_state(source: SourceModel, request: ExportRequest) -> None:

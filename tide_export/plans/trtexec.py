@@ -26,11 +26,16 @@ def trtexec_lines(manifest: Manifest, source: str) -> list[str]:
         source: name of the bundle, for messages.
 
     Raises:
-        BundleError: it holds no segment networks.
+        BundleError: it holds no segment networks for TensorRT.
     """
     info = manifest.networks
     if info is None:
         raise BundleError(f"bundle '{source}' holds no segment networks: export it with --target tensorrt")
+    if manifest.has_cuda_networks:
+        raise BundleError(
+            f"the networks of bundle '{source}' are for provider cuda, which needs no plans: export it with --target "
+            "tensorrt"
+        )
     profiles, lines = profiles_for(info, TENSORRT.decode_tokens), []
     for name, spec in specs(manifest, info).items():
         parts = [f"--onnx={network_file(name)}", f"--saveEngine={plan_file(name)}", *OPTIONS]

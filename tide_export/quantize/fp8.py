@@ -17,7 +17,7 @@ from tide_export.common.progress import stage
 from tide_export.errors import CalibrationError, UnsupportedModelError
 from tide_export.model.quantized_weights import Fp8Matrix, QuantizedWeights
 from tide_export.model.source import SourceModel
-from tide_export.quantize.matrices import Change, Matrix, find_matrices
+from tide_export.quantize.matrices import Change, Matrix, find_matrices, refuse_offloaded
 
 logger = logging.getLogger("tide_export")
 
@@ -36,7 +36,9 @@ def quantize_to_fp8(source: SourceModel, sequences: Sequence[Sequence[int]], hal
     Raises:
         CalibrationError: the texts do not reach every layer.
         UnsupportedModelError: the model has no linear layer that can be quantized.
+        ConfigError: some of the weights are not in memory.
     """
+    refuse_offloaded(source, "fp8")
     linear = {module: matrix for layer in find_matrices(source).linear for module, matrix in layer.items()}
     if not linear:
         raise UnsupportedModelError(f"{source.architecture} has no matrix that can be quantized")

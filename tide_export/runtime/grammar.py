@@ -4,6 +4,13 @@ After each token, llguidance (extra `grammar`) returns the tokens that may follo
 the model's end-of-sequence tokens alone. Compiling a grammar can take hours and gigabytes, so another process tries it.
 """
 
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,10 +24,13 @@ from tide_export.runtime.tokenizer import tokenizer_of
 
 KINDS = ("json_schema", "regex", "grammar")  # options of `GenerationConfig`
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}  # JSON, for llguidance
-GRAMMAR_SECONDS, VOCABULARY_SECONDS = 5.0, 120.0  # of compiling one, and of the tables of a large vocabulary
+GRAMMAR_SECONDS, VOCABULARY_SECONDS = 5.0, 120.0  # of compiling a request's, and of the tables of a large vocabulary
+LAST_SECONDS = 0.01  # for what is compiled when they have passed
 GRAMMAR_BYTES = 1 << 31
 _process = LimitedProcess("tide_export.runtime.grammar_process", GRAMMAR_SECONDS, GRAMMAR_BYTES)
 _vocabularies = WeakKeyDictionary[BundleFile, Any]()  # by open tokenizer file: creating one takes a second
+_turns = defaultdict[int, Lock](Lock)  # of threads to compile, by process: a fork has its own
+_request: ContextVar["Compilations | None"] = ContextVar("_request", default=None)
 
 
 class Grammar:
@@ -33,8 +43,8 @@ class Grammar:
             json_whitespace: as in `GenerationConfig`; "x-guidance" in the schema takes precedence.
 
         Raises:
-            GenerationError: it cannot be compiled, or not within GRAMMAR_SECONDS; the model has no end-of-sequence
-                token; llguidance is missing, or cannot use the tokenizer.
+            GenerationError: it cannot be compiled, or not within the time of `Compilations`; the model has no
+                end-of-sequence token; llguidance is missing, or cannot use the tokenizer.
             BundleError: the tokenizer cannot be used.
         """
         tokens = _vocabulary(bundle, kind)
@@ -53,6 +63,39 @@ class Grammar:
     def start(self) -> "GrammarState":
         """Returns the state before the first token of a text."""
         return GrammarState(self.kind, self._matcher, self._size)
+
+
+class Compilations:
+    """Compiles the grammars of one request: each once, and all of them within GRAMMAR_SECONDS.
+
+    What is compiled outside of `shared` is a request of its own.
+    """
+
+    def __init__(self) -> None:
+        """Starts with the whole time."""
+        self._left, self.grammars = GRAMMAR_SECONDS, dict[tuple[BundleFile, str, str, bool], Grammar]()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Takes what this thread compiles in a `with` block as the request's."""
+        before = _request.set(self)
+        try:
+            yield
+        finally:
+            _request.reset(before)
+
+    def compiled(self, *asked: Any) -> Any:
+        """Calls `compiled` of the other process within the time that is left; LimitError if it was too little."""
+        end = time.monotonic() + self._left
+        try:
+            found = _process.call("compiled", *asked, seconds=self._left)
+        except LimitError:
+            if time.monotonic() < end:
+                raise
+            raise LimitError(f"takes longer than {GRAMMAR_SECONDS:g} s") from None
+        if found is not None:  # otherwise it was the start of the process
+            self._left = max(end - time.monotonic(), LAST_SECONDS)
+        return found
 
 
 class GrammarState:
@@ -118,6 +161,19 @@ def stop_compiling() -> None:
     _process.interrupt()
 
 
+def grammar_of(bundle: Bundle, kind: str, text: str, json_whitespace: bool) -> Grammar:
+    """Returns a `Grammar`, in a block of `Compilations.shared` the one that the request already has.
+
+    Raises:
+        GenerationError, BundleError: as `Grammar` raises them.
+    """
+    grammars = (_request.get() or Compilations()).grammars
+    key = bundle.files[TOKENIZER_FILE], kind, text, json_whitespace
+    if key not in grammars:
+        grammars[key] = Grammar(bundle, kind, text, json_whitespace)
+    return grammars[key]
+
+
 def schema_error(bundle: Bundle, schema: str) -> str:
     """Returns the reason why a JSON schema cannot be made a grammar; empty: it can.
 
@@ -132,10 +188,12 @@ def _compiled(bundle: Bundle, kind: str, text: str, one_line_json: bool) -> tupl
     """Compiles a text in another process; returns llguidance's grammar, and why it cannot be used."""
     model = bundle.manifest.model
     key, options = bundle.manifest.files[TOKENIZER_FILE].sha256, ONE_LINE if one_line_json else None
+    request = _request.get() or Compilations()
     try:
-        while (found := _process.call("compiled", key, kind, text, options)) is None:
-            tokenizer, ends = tokenizer_of(bundle).to_json(), list(model.eos_token_ids)
-            _process.call("keep_vocabulary", key, tokenizer, model.vocab_size, ends, seconds=VOCABULARY_SECONDS)
+        with _turns[os.getpid()]:  # what others compile takes none of its time
+            while (found := request.compiled(key, kind, text, options)) is None:
+                tokenizer, ends = tokenizer_of(bundle).to_json(), list(model.eos_token_ids)
+                _process.call("keep_vocabulary", key, tokenizer, model.vocab_size, ends, seconds=VOCABULARY_SECONDS)
     except (LimitError, ValueError) as error:
         return "", str(error)
     grammar, wrong = found

@@ -49,6 +49,10 @@ def open_library_engine(
         BundleError: the bundle is damaged.
     """
     _check(bundle, provider, threads, plugins, device)
+    if (
+        adapters and bundle.manifest.model.lora is None
+    ):  # TensorRT's plans, which the library does not open, ask nothing
+        raise ConfigError(f"bundle '{bundle.path}' has no room for adapters: export it with --lora-rank")
     options: dict[str, Any] = {"threads": threads, "verify": verify, "device": device}
     options |= {"graphs": None if graphs is None else os.fspath(graphs), "onnxruntime": onnxruntime_library()}
     options["adapters"] = {name: os.fspath(folder) for name, folder in (adapters or {}).items()} or None

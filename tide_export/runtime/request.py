@@ -13,7 +13,7 @@ from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, token_ids
-from tide_export.runtime.grammar import KINDS, Grammar
+from tide_export.runtime.grammar import KINDS, grammar_of
 from tide_export.runtime.hooks import Hooks
 from tide_export.runtime.tokenizer import tokenizer_of
 
@@ -68,7 +68,7 @@ def hooks_of(bundle: Bundle, config: GenerationConfig, prompt: np.ndarray) -> Ho
     kind = _grammar_kind(config)
     if config.logits_processor is None and kind is None and not config.stop:
         return None
-    grammar = None if kind is None else Grammar(bundle, kind, getattr(config, kind), config.json_whitespace).start()
+    grammar = None if kind is None else grammar_of(bundle, kind, getattr(config, kind), config.json_whitespace).start()
     decode = partial(tokenizer_of(bundle).decode, shown=config.special_tokens) if config.stop else None
     return Hooks(len(prompt), config.logits_processor, grammar, decode)
 

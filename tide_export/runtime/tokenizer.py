@@ -19,6 +19,10 @@ MAX_BYTES = 1 << 27  # of tokenizer.json; large vocabularies take 35 MB
 _tokenizers = WeakKeyDictionary[BundleFile, "BundleTokenizer"]()  # by file of an open bundle
 LONG = 1 << 13  # characters: encoding more takes longer than others should wait
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) a complete UTF-8 character
+CONTEXT = 6  # tokens of the prompt before the first new one, at least
+LONGEST_CONTEXT = 16  # at most: more than CONTEXT only where they begin within a character
+PENDING = 8  # tokens whose text may wait for more; a character has 4 bytes at most
+UNCERTAIN = 3  # tokens that more may complete to a character, at most
 
 
 class BundleTokenizer:
@@ -161,23 +165,43 @@ class TextStream:
     def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int], shown: Sequence[int] = ()) -> None:
         """Starts after `prompt`; the text contains the special tokens in `shown`."""
         self._tokenizer, self._ids, self._special = tokenizer, list(prompt), shown
-        # ids[start:shown] were returned; they are the context of the next token
-        self._start, self._shown = _window_start(tokenizer, self._ids), len(self._ids)
+        # ids[start:shown] were returned, but for their last `held` characters; they are the context of the next token
+        self._start, self._shown, self._held = _window_start(tokenizer, self._ids), len(self._ids), 0
 
     def push(self, token: int) -> str:
         """Returns the text that a token completes, often "" in the middle of a character."""
         self._ids.append(token)
         text = self.finish()
-        if not text or text.endswith(REPLACEMENT):
+        if text and not text.endswith(REPLACEMENT):
+            self._start, self._shown, self._held = self._shown, len(self._ids), 0
+            return text
+        pending = self._ids[self._shown :]
+        if len(pending) <= PENDING:
             return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return text
+        # Special tokens are no text, however many; a space is none at the beginning of a text alone.
+        self._ids[self._shown :] = [one for one in pending if self._tokenizer.decode([one] * 3, self._special)]
+        count = len(self._ids)
+        if count - self._shown <= PENDING:
+            return ""
+        # A decoder may make all bytes in a row U+FFFD until they end with a character: then the text is shortest.
+        texts = [(self._until(end), end) for end in range(count - UNCERTAIN, count + 1)]
+        text, end = min(texts, key=lambda one: len(one[0]))
+        start = end - UNCERTAIN
+        held = min(_incomplete(text), _incomplete(self._decoded(start, end)))
+        self._start, self._shown, self._held = start, end, held
+        return text[: len(text) - held]
 
     def finish(self) -> str:
         """Returns the remaining text when the tokens end; bytes of an incomplete character become U+FFFD."""
-        before = self._tokenizer.decode(self._ids[self._start : self._shown], self._special)
-        after = self._tokenizer.decode(self._ids[self._start :], self._special)
-        return after[len(before) :]
+        return self._until(len(self._ids))
+
+    def _until(self, end: int) -> str:
+        """Returns the text of ids[:end] that was not returned."""
+        before = self._decoded(self._start, self._shown)
+        return self._decoded(self._start, end)[len(before) - self._held :]
+
+    def _decoded(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[start:end], self._special)
 
 
 class LateText:
@@ -201,9 +225,13 @@ class LateText:
 def _window_start(tokenizer: BundleTokenizer, ids: Sequence[int]) -> int:
     """Returns the start of the last few prompt tokens that decode to complete characters.
 
-    They are enough context for the first new token.
+    They are enough context for the first new token. If many tokens are no characters, the start is anywhere in them.
     """
-    for start in range(max(0, len(ids) - 6), -1, -1):
-        if not tokenizer.decode(ids[start:]).startswith(REPLACEMENT):
-            return start
-    return 0
+    first = max(0, len(ids) - LONGEST_CONTEXT)
+    starts = range(max(0, len(ids) - CONTEXT), first, -1)
+    return next((start for start in starts if not tokenizer.decode(ids[start:]).startswith(REPLACEMENT)), first)
+
+
+def _incomplete(text: str) -> int:
+    """Returns how many U+FFFD a text ends with."""
+    return len(text) - len(text.rstrip(REPLACEMENT))

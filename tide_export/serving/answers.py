@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -13,9 +14,10 @@ from tide_export.runtime.handle import RequestHandle
 from tide_export.serving.call_reader import Part
 from tide_export.serving.echo import echoed
 from tide_export.serving.logprobs import of_completion, of_conversation
-from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from tide_export.serving.protocol import UNFORESEEN, ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from tide_export.serving.service import Choices, Piece, Service, cancel, usage
 
+logger = logging.getLogger("tide_export.serving")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -74,6 +76,9 @@ class Answer:
                     queue.put_nowait((number, told))
             except ApiError as error:
                 queue.put_nowait((number, error))
+            except Exception:
+                logger.exception("choice %d failed", number)
+                queue.put_nowait((number, ApiError(500, UNFORESEEN, "server_error")))
 
         tasks = [asyncio.create_task(read(number)) for number in range(len(self.choices))]
         try:
@@ -88,15 +93,13 @@ class Answer:
                     return
                 piece, parts = told
                 spent += 0 if piece.echoed else len(piece.tokens)
-                logprobs = self._logprobs(number, [piece])
                 left -= piece.finish_reason is not None
-                for part in parts:
-                    said = {"delta": _delta(part)} if self._chat else {"text": part.text}
-                    yield self._event(number, said, None, logprobs)
-                    logprobs = None
-                if piece.finish_reason is not None or logprobs is not None:
-                    nothing: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-                    yield self._event(number, nothing, piece.finish_reason, logprobs)
+                if piece.echoed:  # thousands of log-probabilities
+                    events = await asyncio.to_thread(self._events_of, number, piece, parts)
+                else:
+                    events = self._events_of(number, piece, parts)
+                for event in events:
+                    yield event
             if self.request.stream_options is not None and self.request.stream_options.include_usage:
                 yield _data(self._chunk() | {"choices": [], "usage": usage(self.choices, spent)})
             yield DONE
@@ -104,6 +107,18 @@ class Answer:
             cancel([handle for _, handle in self.choices])
             for task in tasks:
                 task.cancel()
+
+    def _events_of(self, number: int, piece: Piece, parts: Sequence[Part]) -> list[bytes]:
+        """Returns the events of a piece of a choice."""
+        events, logprobs = list[bytes](), self._logprobs(number, [piece])
+        for part in parts:
+            said = {"delta": _delta(part)} if self._chat else {"text": part.text}
+            events.append(self._event(number, said, None, logprobs))
+            logprobs = None
+        if piece.finish_reason is not None or logprobs is not None:
+            nothing: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            events.append(self._event(number, nothing, piece.finish_reason, logprobs))
+        return events
 
     def _told(self, number: int) -> AsyncGenerator[tuple[Piece, list[Part]]]:
         prompt, handle = self.choices[number]

@@ -149,12 +149,14 @@ class CallReader:
         """Reads a complete object whose arguments could not be returned as they arrived."""
         try:
             value = parse_json(self._left[start:end])
-        except ValueError:
+            arguments = next((value[key] for key in KEYS if key in value), None)
+            if value.get("name") not in self._names or not isinstance(arguments, dict | str | None):
+                return False
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+        except ValueError:  # also a number that is beyond every float
             return False
-        arguments = next((value[key] for key in KEYS if key in value), None)
-        if value.get("name") not in self._names or not isinstance(arguments, dict | str | None):
-            return False
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+        text = arguments.encode(errors="backslashreplace").decode()  # half of a surrogate pair, as JSON escapes it
         self._parts.append(Part(text, self._begin(value["name"])))
         self._left = self._left[end:]
         return True

@@ -13,7 +13,9 @@ class ServerConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any that is free")
     model_name: str | None = Field(None, description="name of the model in requests; by default the bundle's folder")
-    api_key: str | None = Field(None, min_length=1, description="key that requests to /v1 must give (TIDE_API_KEY)")
+    api_key: str | None = Field(
+        None, min_length=1, description="key that requests must give, but for /health, /ready, /metrics (TIDE_API_KEY)"
+    )
     allow_origin: tuple[str, ...] = Field(
         (), description="origin whose web pages may send requests, as https://example.org; may be repeated; *: any"
     )
@@ -42,7 +44,11 @@ class ServerConfig(BaseModel):
     max_tokens: int = Field(1024, ge=1, description="tokens of an answer if the request sets no limit")
     request_seconds: float = Field(600.0, gt=0.0, description="time limit of a request")
     body_bytes: int = Field(1 << 20, ge=1024, description="largest request; larger: 413")
-    body_seconds: float = Field(30.0, gt=0.0, description="time limit of a request's headers, and body; slower: 408")
+    body_seconds: float = Field(
+        30.0,
+        gt=0.0,
+        description="time limit of a request's headers, and body (slower: 408), and of 16 KiB of an answer to be read",
+    )
     connections: int = Field(512, ge=1, description="open connections; more: 503")
     requests_per_minute: int | None = Field(None, ge=1, description="limit per client (API key or address); more: 429")
     drain_seconds: float = Field(30.0, ge=0.0, description="time for open requests to end after SIGTERM")

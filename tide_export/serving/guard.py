@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.metrics import Metrics
-from tide_export.serving.protocol import ApiError
+from tide_export.serving.protocol import UNFORESEEN, ApiError
 
 logger = logging.getLogger("tide_export.serving")
 
@@ -21,7 +22,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-GUARDED = ("/v1/", "/tokenize", "/detokenize")  # /tokenizer_info too
+OPEN = ("/health", "/ready", "/metrics")  # paths that need no key: others watch the server by them
 MAX_CLIENTS = 10_000  # whose rates are remembered
 SKIPPED_BYTES = 1 << 24  # of a body that is too large, at most
 
@@ -30,7 +31,7 @@ class Guard:
     """Wraps the whole server as ASGI middleware."""
 
     def __init__(self, app: App, config: ServerConfig, metrics: Metrics) -> None:
-        self._app, self._config, self._metrics = app, config, metrics
+        self._app, self._config, self._metrics = app, with_key(config), metrics
         self._allowance = dict[str, tuple[float, float]]()  # by client: requests left, and when
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,7 +50,7 @@ class Guard:
 
         try:
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-            if scope["path"].startswith(GUARDED):
+            if scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN:
                 self._check_origin(headers)
                 self._check_key(headers)
                 self._check_rate(headers, scope)
@@ -60,7 +61,7 @@ class Guard:
             if status:  # the answer has begun, so only the connection can end
                 raise
             logger.exception("%s %s failed", scope["method"], asked)
-            await answer(ApiError(500, "the server failed: its log says how", "server_error"))(scope, receive, counted)
+            await answer(ApiError(500, UNFORESEEN, "server_error"))(scope, receive, counted)
         finally:
             seconds = time.perf_counter() - started
             known = scope.get("route")
@@ -126,6 +127,12 @@ class Guard:
             async with asyncio.timeout(self._config.body_seconds):
                 while left > 0 and (message := await receive()).get("more_body"):
                     left -= len(message["body"])
+
+
+def with_key(config: ServerConfig) -> ServerConfig:
+    """Returns the options with the key in TIDE_API_KEY, unless they have one."""
+    key = config.api_key or os.environ.get("TIDE_API_KEY") or None
+    return config if key == config.api_key else config.model_copy(update={"api_key": key})
 
 
 def answer(error: ApiError) -> JSONResponse:

@@ -34,6 +34,7 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 2048  # OpenAI's, of texts to embed
 MAX_LOGPROBS = 20  # OpenAI's
 ANY_OBJECT = {"type": "object"}
+UNFORESEEN = "the server failed: its log says how"
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -176,10 +177,18 @@ class GenerationRequest(Numbers, ABC):
     threshold: float | None = Field(None, ge=0.0, le=1.0)
     prediction: Prediction | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """Leaves out fields that are null, which OpenAI's API takes as not given."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
     @model_validator(mode="after")
     def _refuse_what_cannot_be_done(self) -> "GenerationRequest":
         for name, value in (self.model_extra or {}).items():
-            if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
+            if name in NEUTRAL and value not in NEUTRAL[name]:
                 raise ValueError(f"{name} is not supported by this server")
         return self
 

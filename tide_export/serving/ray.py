@@ -3,6 +3,7 @@
 serve run tide_export.serving.ray:application bundle=out/demo slots=8 max_replicas=4
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
     Args:
         arguments: `bundle`, a folder that all machines have at this path; `min_replicas` (1), `max_replicas` (1);
             `num_cpus` of a replica (1); `provider`, `threads` (`num_cpus`) and `plugins`, as in `load`; fields of
-            `ServerConfig`.
+            `ServerConfig`; `api_key` is by default TIDE_API_KEY, here or where the replica runs.
 
     Raises:
         ConfigError: an argument is missing, unknown or out of range.
@@ -38,7 +39,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
         threads = int(options.pop("threads", max(cpus, 1)))
         replicas = {name: int(options.pop(name, 1)) for name in ("min_replicas", "max_replicas")}
         loading: dict[str, Any] = {name: options.pop(name) for name in ("provider", "plugins") if name in options}
-        config = ServerConfig(**options)
+        config = ServerConfig(**{"api_key": os.environ.get("TIDE_API_KEY") or None} | options)
     except KeyError:
         raise ConfigError("bundle=FOLDER is missing") from None
     except ValidationError as error:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from tide_export.serving.service import Service
 
 logger = logging.getLogger("tide_export.serving")
 TELLING_SECONDS = 5  # for the last events to reach the clients, after draining
+READ_BYTES = 1 << 14  # of a waiting answer, that a client has to read in `body_seconds`
 SWITCH_SECONDS = 0.001  # that the event loop waits for each thread that runs Python, a fifth of Python's default
 REFUSAL = "HTTP/1.1 {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -37,7 +37,6 @@ def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
     Raises:
         TideError: the address cannot be listened on; or the bundle cannot be loaded or served.
     """
-    config = config if config.api_key else config.model_copy(update={"api_key": os.environ.get("TIDE_API_KEY") or None})
     with bound_socket(config) as listening:
         service = Service(load(bundle, **loading), config)
         gc.collect()
@@ -115,7 +114,7 @@ class Server(uvicorn.Server):
 
 
 def connection_class(config: ServerConfig) -> type[H11Protocol]:
-    """Returns uvicorn's class of connections, with bounds on their number and on the time of headers.
+    """Returns uvicorn's class of connections, with bounds on their number and on the time of clients.
 
     One more than there may be ends the one whose request has been awaited for the longest time, if there is any.
     """
@@ -123,9 +122,11 @@ def connection_class(config: ServerConfig) -> type[H11Protocol]:
 
     class Connection(H11Protocol):
         _late: asyncio.TimerHandle | None = None  # ends it, unless the headers of a request arrive before
+        _unread: asyncio.TimerHandle | None = None  # ends it, unless its client reads the answer
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            transport.set_write_buffer_limits(high=0)  # writing pauses until the client has read everything
             self._expect_headers()
             if len(self.connections) > config.connections:
                 next(iter(awaited), self)._refuse("503 Service Unavailable")
@@ -140,7 +141,25 @@ def connection_class(config: ServerConfig) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
+            self.resume_writing()
             self._forget()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch_reading()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._unread is not None:
+                self._unread.cancel()
+
+        def _watch_reading(self, before: int | None = None) -> None:
+            """Ends the connection if too few of the bytes that were unread `before` have been read since."""
+            unread = self.transport.get_write_buffer_size()
+            if before is not None and unread > before - READ_BYTES:
+                self.transport.abort()
+            else:
+                self._unread = self.loop.call_later(config.body_seconds, self._watch_reading, unread)
 
         def _await(self) -> None:
             answering = self.cycle is not None and not self.cycle.response_complete

@@ -9,11 +9,11 @@ from secrets import token_hex
 from typing import Any
 
 from tide_export.bundle.file_names import WEIGHTS_FILE
-from tide_export.errors import BundleError, ConfigError, ConstraintError, GenerationError, QueueFullError
+from tide_export.errors import BundleError, ConfigError, ConstraintError, GenerationError, QueueFullError, TideError
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import TokenLogprobs
-from tide_export.runtime.grammar import stop_compiling
+from tide_export.runtime.grammar import Compilations, stop_compiling
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.memory import memory_left, memory_limit
 from tide_export.runtime.scheduler import AUDIT_RATE, AuditConfig, SchedulerLimits
@@ -58,10 +58,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in tokens, the most tokens to generate, and its text unless it was given as tokens."""
+    """A prompt in tokens, the most tokens to generate, and its text unless it was given as tokens.
+
+    Those of one request share its `compilations`.
+    """
 
     ids: list[int]
     max_tokens: int
+    compilations: Compilations
     text: str | None = None
 
 
@@ -137,7 +141,8 @@ class Service:
                 asked = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         except GenerationError as error:
             raise ApiError(400, str(error)) from None
-        return [Prompt(ids, self._room(ids, asked), text) for ids, text in zip(encoded, texts, strict=True)]
+        compilations, pairs = Compilations(), zip(encoded, texts, strict=True)
+        return [Prompt(ids, self._room(ids, asked), compilations, text) for ids, text in pairs]
 
     def check_model(self, name: str) -> None:
         """Checks the model's name, which may be an adapter's; ApiError if the server has another model."""
@@ -172,7 +177,8 @@ class Service:
         Raises:
             ApiError: the server is stopping, the queue is full, or an option or the prompt is refused.
         """
-        return self.put(prompt.ids, self._configs(request, prompt))
+        with prompt.compilations.shared():
+            return self.put(prompt.ids, self._configs(request, prompt))
 
     def executor(self, request: GenerationRequest) -> ThreadPoolExecutor | None:
         """Returns the threads that submit a request: those with grammars, which take longer, have their own."""
@@ -230,16 +236,15 @@ class Service:
                 if len(text) > sent:
                     yield piece()
                     sent, new = len(text), []
+            text = handle.text or ""
         except ConstraintError as error:
             raise ApiError(400, str(error)) from None
-        except GenerationError as error:
+        except TideError as error:
             raise ApiError(500, str(error), "server_error") from None
         finally:
             handle.cancel()
             self.metrics.ended(handle)
-        reason = self.reason(handle)
-        text = handle.text or ""
-        yield piece(reason)
+        yield piece(self.reason(handle))
 
     def reader(self, request: GenerationRequest) -> CallReader | None:
         """Returns a reader of the tool calls of one answer; None: no tools are offered."""
@@ -253,13 +258,15 @@ class Service:
     def _configs(self, request: GenerationRequest, prompt: Prompt) -> Iterator[GenerationConfig]:
         salt = self.salt_of(request.cache_salt)
         prediction = self.tokenizer.encode(request.predicted) if request.predicted else None
+        calling: GenerationConfig | None = None
         for choice in range(request.n):
             # At least one token: the step over the prompt generates it.
             ends = self.engine.manifest.model.eos_token_ids
             config = request.config(max(prompt.max_tokens, 1), choice, ends, prediction)
             config = replace(config, adapter=self.adapter_of(request.model), cache_salt=salt)
             if isinstance(request, ChatRequest) and request.offered:
-                config = self._chat().config(request, config)
+                calling = calling or self._chat().config(request, config)
+                config = replace(calling, seed=config.seed)
             yield config
 
     def reason(self, handle: RequestHandle) -> str:

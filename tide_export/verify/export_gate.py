@@ -5,7 +5,7 @@ after the model is freed, so that two copies of the weights are never in memory.
 shape inference. Then the batch networks are compared with the Hugging Face model (full depth) and the oracle (exits,
 pending tokens) on two prompts and the tokens after them, one by one from the K/V cache: a short prompt, and a long one
 that exceeds the model's sliding windows if the model is small enough. Segment networks are compared in the same way;
-both also on both prompts in one batch, and the graph, without our library, on the short one. `validate` checks more, on
+both also on both prompts in one batch, and the graph, without our library, on the long one. `validate` checks more, on
 real text.
 """
 

@@ -256,7 +256,8 @@ TIDE_API void tide_scheduler_unwatch(tide_scheduler* scheduler, int descriptor);
 
 /* Refuses new requests and waits until those submitted have ended; drain 0: they are cancelled. */
 TIDE_API void tide_scheduler_close(tide_scheduler* scheduler, int drain);
-TIDE_API void tide_scheduler_free(tide_scheduler* scheduler); /* cancels the requests that have not ended */
+/* Cancels the requests that have not ended. Not to be called in a hook of one of them: close the scheduler there. */
+TIDE_API void tide_scheduler_free(tide_scheduler* scheduler);
 
 /* Puts a request into the queue. options, hooks: as tide_generate. timeout: seconds from now after which it is cancelled;
  * NULL: never. */

@@ -50,11 +50,14 @@ class TextStream {
   std::string finish() const;
 
  private:
+  // The text of ids_[:end] that was not returned.
+  std::string until(std::size_t end) const;
   std::string decoded(std::size_t from, std::size_t to) const;
 
   Detokenizer decode_;
   std::vector<std::int64_t> ids_;
-  std::size_t start_, shown_;  // ids_[start_:shown_] were returned; they are the context of the next token
+  // ids_[start_:shown_] were returned, but for their last `held_` characters; they are the context of the next token.
+  std::size_t start_, shown_, held_ = 0;
 };
 
 }  // namespace tide

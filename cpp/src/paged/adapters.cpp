@@ -135,13 +135,16 @@ class AdapterFolder {
   double scale_of(std::string const& module, std::int64_t rank) const {
     Json const* alpha = field("lora_alpha");
     if (Json const* const pattern = field("alpha_pattern"); pattern != nullptr) {
+      Json const* first = nullptr;  // of those that match, as they are written: PEFT takes it
       for (auto const& [key, value] : pattern->object) {
         constexpr std::string_view special = "^$*+?()[]{}|\\";
         if (key.find_first_of(special) != std::string::npos) refuse("alpha_pattern has an expression, " + shown_name(key));
         std::string const whole = "." + module, part = "." + key;
         bool const longer = whole.size() >= part.size();
-        if (longer && whole.compare(whole.size() - part.size(), part.size(), part) == 0) alpha = &value;
+        bool const matches = longer && whole.compare(whole.size() - part.size(), part.size(), part) == 0;
+        if (matches && (first == nullptr || value.begin < first->begin)) first = &value;
       }
+      if (first != nullptr) alpha = first;
     }
     bool const whole = alpha != nullptr && alpha->is(Json::Kind::whole);
     if (!whole && (alpha == nullptr || !alpha->is(Json::Kind::real))) refuse("its lora_alpha is no number");

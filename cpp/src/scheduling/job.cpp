@@ -6,6 +6,11 @@
 #include "room.h"
 
 namespace tide {
+namespace {
+
+constexpr double kLongestWait = 1e8;  // seconds: the clock's own count overflows far later
+
+}  // namespace
 
 Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::shared_ptr<Request> request,
          std::size_t number, std::optional<double> deadline, std::function<bool(Token const&)> on_token)
@@ -144,7 +149,8 @@ void Job::wait(std::size_t read, std::optional<double> seconds) const {
   std::unique_lock<std::mutex> lock(mutex_);
   auto const ready = [&] { return is_ready(read); };
   if (!seconds) return changed_.wait(lock, ready);
-  changed_.wait_for(lock, std::chrono::duration<double>(*seconds), ready);
+  double const most = *seconds > 0 ? std::min(*seconds, kLongestWait) : 0;
+  changed_.wait_for(lock, std::chrono::duration<double>(most), ready);
 }
 
 std::size_t Job::read(std::size_t from, std::int64_t* ids, std::size_t room) const {

@@ -194,6 +194,7 @@ void StepLoop::end_cancelled() noexcept {
       if (auto const reason = ends(**at, now)) {
         (*at)->end(reason, nullptr);
         at = waiting_.erase(at);
+        news_ = true;
       } else {
         deadlines_ = deadlines_ || (*at)->has_deadline();
         ++at;
