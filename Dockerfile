@@ -6,6 +6,7 @@ WORKDIR /build
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY packaging packaging
 COPY cpp cpp
+COPY plugins plugins
 COPY tide_export tide_export
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && pip install --no-cache-dir -c constraints.txt '.[cpu,grammar,serve]' && apt-get purge -y --auto-remove g++ && rm -rf /var/lib/apt/lists/* /build/*
 USER 65534

@@ -156,6 +156,18 @@ def test_a_download_that_breaks_off_goes_on(pushed: Path, hub: Hub, tmp_path: Pa
     assert names_in(tmp_path) == {"made", "cache", "pulled"}
 
 
+def test_an_interrupted_check_keeps_what_was_downloaded(pushed: Path, hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    def interrupted(bundle: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tide_export.hub.pull.open_bundle", interrupted)
+        assert main(["pull", "-q", "me/demo", str(tmp_path / "pulled")]) == 130
+    assert main(["pull", "-q", "me/demo", str(tmp_path / "pulled")]) == 0
+    assert len([line for line in hub.asked if line.startswith("GET") and line.endswith("/model.onnx")]) == 1
+    assert names_in(tmp_path) == {"made", "cache", "pulled"}
+
+
 def test_a_disk_without_room(pushed: Path, hub: Hub, tmp_path: Path, capsys, monkeypatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, (1 << 40) - 4999, 4999))

@@ -292,6 +292,16 @@ def test_a_packed_model_is_exported_as_it_is(
     assert tokens(bundle) == ids[0, len(PROMPTS[0]) :].tolist()
 
 
+def test_matrices_beside_packed_experts_stay_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_models, "QUANTIZED", re.compile(r"(_proj|w[123])\.weight$"))
+    write(
+        tmp_path / "model", type(MIXTRAL)(**MIXTRAL.to_diff_dict() | {"dtype": "float16"}), GPTQ, gptq(symmetric=True)
+    )
+    source = load_model(tmp_path / "model", packed=True)
+    assert any(name.endswith("experts.down_proj.3") for name in source.quantized.blocks)
+    assert source.exact_in == ("fp16",)
+
+
 @pytest.mark.parametrize("tied", tiers.exhaustive_beyond(1, [True, False]))
 def test_matrices_in_16_bits_stay_so_beside_integers(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,15 @@ def test_what_is_copied_exists_and_reaches_the_build() -> None:
     assert all((ROOT / source).exists() for source in sources)
 
 
+def test_what_the_sources_include_is_copied() -> None:
+    copied = [ROOT / source for value in values("COPY") for source in shlex.split(value)[:-1]]
+    for file in (entry for entry in (ROOT / "cpp").rglob("*") if entry.suffix in (".cpp", ".h", ".inc")):
+        for name in re.findall(r'^#include "(\.\./.*)"', file.read_text(), re.MULTILINE):
+            included = (file.parent / name).resolve()
+            assert included.is_file(), (file, name)
+            assert any(included.is_relative_to(one) for one in copied), (file, name)
+
+
 def test_the_extras_it_installs_exist() -> None:
     (command,) = values("RUN")
     found = re.search(r"'\.\[([\w,]+)\]'", command)

@@ -334,11 +334,21 @@ def test_timings_are_kept_per_version_and_gpu(monkeypatch: pytest.MonkeyPatch, t
         driver = types.SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGet=lambda *_: 0, cuDeviceGetName=give)
         monkeypatch.setattr(gpu, "_driver", lambda driver=driver: driver)
         gpu.device_name.cache_clear()
-        assert _timing_cache(TENSORRT, "11.4") == tmp_path / "tide_export" / f"tensorrt-11.4-{shown}.timing"
+        assert _timing_cache(TENSORRT, "11.4") == str(tmp_path / "tide_export" / f"tensorrt-11.4-{shown}.timing")
     gpu.device_name.cache_clear()
     monkeypatch.setattr(gpu, "_driver", lambda: None)
     assert gpu.device_name() == "none"
     gpu.device_name.cache_clear()
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert _timing_cache(TENSORRT, "11.4") is None
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert _timing_cache(TENSORRT, "11.4") is None
+    assert flavours.kernel_cache(flavours.TENSORRT_RTX, "1.7") is None
 
 
 def test_tensorrt_without_a_gpu_says_where_to_build(monkeypatch: pytest.MonkeyPatch) -> None:

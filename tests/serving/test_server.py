@@ -332,6 +332,22 @@ def test_every_application_asks_for_the_key_of_the_environment(
         assert bound.call_args.args[1].api_key == key
 
 
+@pytest.mark.parametrize(
+    ("given", "loading", "gpus"),
+    [
+        ({"num_cpus": 3}, {"threads": 3}, 0),
+        ({"provider": "cuda", "num_gpus": 1}, {"provider": "cuda"}, 1),
+        ({"num_gpus": "0.5"}, {}, 0.5),
+        ({"provider": "cpu", "threads": "2"}, {"provider": "cpu", "threads": 2}, 0),
+    ],
+)
+def test_replicas_have_threads_on_cpus_alone(monkeypatch: pytest.MonkeyPatch, given, loading, gpus) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ray := MagicMock())
+    runpy.run_module("tide_export.serving.ray")["application"]({"bundle": "demo"} | given)
+    assert ray.serve.deployment.return_value.return_value.bind.call_args.args[2] == loading
+    assert ray.serve.deployment.call_args.kwargs["ray_actor_options"]["num_gpus"] == gpus
+
+
 def test_a_client_that_leaves_frees_its_slot(server: Running) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 900, "temperature": 0}
     with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
@@ -487,7 +503,7 @@ def test_the_command_serves_and_drains(chat_bundle: Path, seconds: str, last: st
         assert process.wait(timeout=30) == 0
     finally:
         process.kill()
-    logged = [json.loads(line) for line in process.communicate()[1].splitlines() if line.startswith("{")]
+    logged = [json.loads(line) for line in process.communicate()[1].splitlines()]
     assert any(one.get("path") == "/v1/completions" and one["status"] == 200 for one in logged)
 
 

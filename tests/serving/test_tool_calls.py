@@ -214,6 +214,7 @@ def test_tools_are_described_where_the_template_takes_none(plain: Running) -> No
 NO_RESULT = [{"role": "tool", "tool_call_id": "x", "content": "rain"}]
 NO_OBJECT = [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "now", "arguments": "[1]"}}]}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+MISGUIDED = {"type": "function", "function": {"name": "f", "parameters": {"x-guidance": 1}}}
 UNHELD = {"name": "f", "strict": True, "parameters": {"type": "object", "uniqueItems": True, "oneOf": 3}}
 
 
@@ -231,6 +232,7 @@ UNHELD = {"name": "f", "strict": True, "parameters": {"type": "object", "uniqueI
         ({"messages": [{"role": "user"}]}, "messages.0: content is missing"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": NO_OBJECT[0]["tool_calls"]}]}, "JSON object"),
         ({"tools": [{"type": "function", "function": UNHELD}]}, "no grammar can hold the parameters of tool 'f': "),
+        ({"tools": [MISGUIDED], "tool_choice": "required"}, "x-guidance in a schema must be an object"),
         ({"tools": [NOW], "guided_regex": "a"}, "regex and calls of tools exclude each other"),
         ({"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}}, "json_schema and"),
         ({"functions": [{}]}, "functions is not supported by this server"),

@@ -5,6 +5,7 @@
 difference, 2 a user's mistake, explained in one line on stderr, 130 interrupted.
 """
 
+import io
 import json
 import logging
 import os
@@ -62,6 +63,8 @@ def _run(options: Namespace) -> int:
     """Runs the command; turns errors that users can fix into one line and an exit code."""
     if sys.stdout is None:  # and what a command opens would take its place
         return _fail("error: standard output is closed: write it to a file, or to /dev/null", TideError.exit_code)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack a model's characters
     try:
         if options.command in LOADING:
             _check_paths(options)

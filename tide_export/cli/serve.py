@@ -104,6 +104,9 @@ def _log(options: Namespace) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.WARNING if options.quiet else logging.INFO)
+    if options.json:
+        for other in logging.getLogger("tide_export").handlers:
+            other.setFormatter(JsonFormatter())
 
 
 class JsonFormatter(logging.Formatter):

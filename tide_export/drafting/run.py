@@ -5,6 +5,7 @@ With several processes (`torchrun`), each generates and stores answers, and all 
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -298,14 +299,14 @@ class Run:
             self._trainer = self._new_trainer(snapshot["tokens"].numpy())
             self._trainer.resume(snapshot["trainer"])
         self._round = None if snapshot["round"] is None else Round(**snapshot["round"])
-        if self._round is not None and self._round.last and self._config.minutes > snapshot["minutes"]:
+        if self._round is not None and self._round.last and self._config.minutes > snapshot.get("minutes", math.inf):
             self._round = None  # it would end as early as was then asked for
         self._answering, self._measuring = snapshot["answering"], snapshot["measuring"]
         self._measured = [(int(tokens), float(speed)) for tokens, speed in snapshot["measured"]]
         acceptance = snapshot["acceptance"]
         self._acceptance = None if acceptance is None else Acceptance(**acceptance)
         self._finished = snapshot["finished"]
-        costs = snapshot["verify_costs"]
+        costs = snapshot.get("verify_costs")
         self._verify_costs = None if costs is None else tuple(costs)
         logger.info("resuming after %s, from %s", duration(self._seconds()), self._folder)
 

@@ -13,6 +13,7 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import writing_bundle
 from tide_export.common.formatting import size
+from tide_export.common.progress import stage
 from tide_export.common.version import __version__
 from tide_export.errors import BundleError, HubError
 from tide_export.hub.failures import hub_errors
@@ -53,16 +54,17 @@ def pull(
         _check_room(sum(info.size for info in files.values()), partial)
         patterns = [glob.escape(name) for name in files]
         api.snapshot_download(repo, revision=commit, local_dir=partial, allow_patterns=patterns)
-        for name in files:
-            if (partial / name).is_file():
-                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                (partial / name).rename(temporary / name)
-        shutil.rmtree(partial)
-        (temporary / MANIFEST_FILE).write_bytes(text)
+        (partial / MANIFEST_FILE).write_bytes(text)
         try:
-            open_bundle(temporary)
+            with stage("checking every file"):
+                open_bundle(partial)
         except BundleError as error:
+            shutil.rmtree(partial)
             raise HubError(f"the bundle in repository {repo!r} is damaged: {error}") from None
+        for name in (*files, MANIFEST_FILE):
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).rename(temporary / name)
+        shutil.rmtree(partial)
     return target
 
 

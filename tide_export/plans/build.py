@@ -24,7 +24,7 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.network_spec import NetworkSpec, RunSize, aliases, from_tensorrt, of_network, specs
 from tide_export.bundle.plan_fields import FP8, BuiltPlan, PlansInfo, PluginsInfo, Profile
 from tide_export.bundle.profiles import FEWEST_KEYS, USUAL_KEYS, profiles_for
-from tide_export.common.files import user_cache
+from tide_export.common.files import check_writable, user_cache
 from tide_export.common.formatting import size
 from tide_export.common.progress import stage
 from tide_export.errors import BuildError
@@ -104,7 +104,7 @@ def build_plans(folder: Path, manifest: Manifest, flavour: Flavour, plugins: Plu
             }
             for name, spec in expected.items()
         ],
-        "timing_cache": str(_timing_cache(flavour, version)) if flavour.has_timing_cache else None,
+        "timing_cache": _timing_cache(flavour, version),
         "plugins": None if plugins is None else str(plugins.path),
         # The others are the flavour's default.
         "compute_capabilities": capabilities if flavour.compute_capabilities not in ((), capabilities) else (),
@@ -196,11 +196,20 @@ def shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
     }
 
 
-def _timing_cache(flavour: Flavour, version: str) -> Path:
-    """Returns the file of kernel times of earlier builds, one per version and GPU, in the user's cache."""
-    folder = user_cache()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{flavour.name}-{version}-{device_name()}.timing"
+def _timing_cache(flavour: Flavour, version: str) -> str | None:
+    """Returns the file of kernel times of earlier builds, one per version and GPU, in the user's cache.
+
+    None: the flavour has none, or the cache cannot be written, which only costs time.
+    """
+    if not flavour.has_timing_cache:
+        return None
+    try:
+        folder = user_cache()
+        folder.mkdir(parents=True, exist_ok=True)
+        check_writable(folder / "timing")
+    except (OSError, RuntimeError):
+        return None
+    return str(folder / f"{flavour.name}-{version}-{device_name()}.timing")
 
 
 def run_worker(

@@ -113,7 +113,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
     size = Path("/proc/self/statm")
     if size.exists():
-        most = int(size.read_text().split()[0]) * resource.getpagesize() + memory
+        most, hard = int(size.read_text().split()[0]) * resource.getpagesize() + memory, resource.RLIM_INFINITY
+        if (given := resource.getrlimit(resource.RLIMIT_AS)[1]) != hard:
+            most = min(most, given)  # of `ulimit -v`, which only root may exceed
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:

@@ -26,8 +26,9 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
 
     Args:
         arguments: `bundle`, a folder that all machines have at this path; `min_replicas` (1), `max_replicas` (1);
-            `num_cpus` of a replica (1); `provider`, `threads` (`num_cpus`) and `plugins`, as in `load`; fields of
-            `ServerConfig`; `api_key` is by default TIDE_API_KEY, here or where the replica runs.
+            `num_cpus` (1) and `num_gpus` (0) of a replica; `provider`, `plugins` and, on CPUs, `threads` (`num_cpus`),
+            as in `load`; fields of `ServerConfig`. `api_key` is by default TIDE_API_KEY, here or where the replica
+            runs.
 
     Raises:
         ConfigError: an argument is missing, unknown or out of range.
@@ -35,10 +36,11 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
     options = dict(arguments)
     try:
         bundle = str(options.pop("bundle"))
-        cpus = float(options.pop("num_cpus", 1))
-        threads = int(options.pop("threads", max(cpus, 1)))
+        resources = {"num_cpus": float(options.pop("num_cpus", 1)), "num_gpus": float(options.pop("num_gpus", 0))}
         replicas = {name: int(options.pop(name, 1)) for name in ("min_replicas", "max_replicas")}
         loading: dict[str, Any] = {name: options.pop(name) for name in ("provider", "plugins") if name in options}
+        if "threads" in options or (loading.get("provider", "cpu") in ("auto", "cpu") and not resources["num_gpus"]):
+            loading["threads"] = int(options.pop("threads", max(resources["num_cpus"], 1)))
         config = ServerConfig(**{"api_key": os.environ.get("TIDE_API_KEY") or None} | options)
     except KeyError:
         raise ConfigError("bundle=FOLDER is missing") from None
@@ -51,9 +53,9 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
         max_ongoing_requests=config.slots + config.waiting + CONTROL_REQUESTS,
         autoscaling_config=replicas | {"target_ongoing_requests": config.slots},
         graceful_shutdown_timeout_s=config.drain_seconds,
-        ray_actor_options={"num_cpus": cpus},
+        ray_actor_options=resources,
     )(serve.ingress()(Replica))
-    return deployment.bind(bundle, config, loading | {"threads": threads})
+    return deployment.bind(bundle, config, loading)
 
 
 class Replica:

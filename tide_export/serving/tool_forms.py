@@ -166,7 +166,7 @@ class CallGrammar:
 
     def _json(self, schema: dict[str, Any]) -> str:
         defaults = {} if self.whitespace else ONE_LINE
-        return json.dumps(schema | {"x-guidance": defaults | schema.get("x-guidance", {})})
+        return json.dumps(schema | {"x-guidance": defaults | _guidance(schema)})
 
     def _literally(self, text: str) -> str:
         """Returns a text as a Lark expression of special tokens and JSON lexemes.
@@ -187,7 +187,15 @@ class CallGrammar:
         """
         schema = function.parameters or NO_ARGUMENTS
         if not function.strict:
-            schema = schema | {"x-guidance": {"lenient": True} | schema.get("x-guidance", {})}
+            schema = schema | {"x-guidance": {"lenient": True} | _guidance(schema)}
         if reason := self.schema_error(json.dumps(schema)):
             raise GenerationError(f"no grammar can hold the parameters of tool {function.name!r}: {reason}")
         return schema
+
+
+def _guidance(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema's options for llguidance; GenerationError if they are no object."""
+    found = schema.get("x-guidance", {})
+    if not isinstance(found, dict):
+        raise GenerationError("x-guidance in a schema must be an object")
+    return found

@@ -161,11 +161,14 @@ def check_header(
 def kernel_cache(flavour: Flavour, version: str, gpu: int = 0) -> KernelCache | None:
     """Opens the cache of kernels that TensorRT for RTX compiles, one file per version and GPU.
 
-    None: the flavour compiles no kernels when it loads plans.
+    None: the flavour compiles no kernels when it loads plans, or the user has no home folder.
     """
     if flavour is not TENSORRT_RTX:
         return None
-    return KernelCache(user_cache() / f"{flavour.name}-{version}-{device_name(gpu)}.kernels")
+    try:
+        return KernelCache(user_cache() / f"{flavour.name}-{version}-{device_name(gpu)}.kernels")
+    except RuntimeError:
+        return None
 
 
 def capturable(flavour: Flavour, context: Any, stream: int) -> bool:
