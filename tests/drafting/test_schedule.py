@@ -58,7 +58,7 @@ def test_long_trainings_are_measured_each_twenty_minutes() -> None:
 
 def test_shares_follow_the_speeds() -> None:
     assert answer_share(Spent(0.0, 0.0, 0.0, 0, 0)) == schedule.FIRST_ANSWER_SHARE
-    assert answer_share(Spent(10.0, 10.0, 0.0, 6000, 9000)) == pytest.approx(1 / 3)
+    assert answer_share(Spent(10.0, 10.0, 0.0, 6000, 18000)) == pytest.approx(1 / 3)
     assert answer_share(Spent(10.0, 10.0, 0.0, 10, 10**9)) == schedule.MAX_ANSWER_SHARE
 
 

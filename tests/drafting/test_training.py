@@ -112,7 +112,7 @@ def test_a_drafter_learns(store: AnswerStore) -> None:
         trainer.train_step(step / steps)
     assert trainer.overlap > before + gained
     assert trainer.tokens > trainer.step
-    assert trainer.rows > 1.9 * trainer.tokens  # the later half of the steps has three drafts
+    assert trainer.rows > 2 * trainer.tokens  # most steps have three drafts
 
 
 def test_a_training_that_resumes_is_one_that_was_not_interrupted(store: AnswerStore, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tide_export.errors import DraftError
 
 STEP_WEIGHTS = (1.0, 0.8, 0.6)  # weight of the loss of each draft step
 STEP_BATCHES = 2  # batches whose gradients are summed for one change of the weights
-SINGLE_STEP_SHARE = 0.5  # share of the training, at its start, with one draft step
+SINGLE_STEP_SHARE = 0.2  # share of the training, at its start, with one draft step
 MATRIX_RATE, VECTOR_RATE = 0.02, 6e-3
 MATRIX_DECAY = 0.02
 MOMENTUM = 0.95
