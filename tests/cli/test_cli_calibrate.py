@@ -86,13 +86,13 @@ def test_what_is_learnt_may_be_chosen(tmp_path: Path) -> None:
     assert (config["kl_bound"], config["class_balance"], config["router_shortlist"]) == (0.3, True, 0)
 
 
-def test_a_model_in_which_no_checkpoint_pays_is_told_in_one_line(tmp_path: Path, capsys) -> None:
+def test_a_model_without_room_for_a_checkpoint_is_told_in_one_line(tmp_path: Path, capsys) -> None:
     options = ["--checkpoints", "auto", "--min-layers", 12]
     assert run("calibrate", MODEL, "-o", tmp_path / "r.safetensors", *options) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1, err
-    assert "no checkpoint from layer 12 on saves more than it costs" in err
+    assert "a model of 12 layers has none from layer 12 on: lower --min-layers" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -378,8 +378,7 @@ def _read_weights(model: nn.Module, name: str, packed: Collection[str]) -> tuple
             if part.is_floating_point() and not bool(torch.isfinite(part).all()):
                 raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
             data = part.float() if part.is_floating_point() else part
-            is_packed = key in packed or f"{key}.0" in packed  # a matrix, or the experts of a layer
-            if part.is_floating_point() and tensor.dim() > 1 and not is_packed:
+            if part.is_floating_point() and tensor.dim() > 1 and not any(one in packed for one in (key, f"{key}.0")):
                 exact = {key: half for key, half in exact.items() if torch.equal(data.to(half).float(), data)}
             digest.update(memoryview(data.cpu().numpy()).cast("B") if data.numel() else b"")
         del tensor, part, data  # or one read for this alone would be held beside the next
