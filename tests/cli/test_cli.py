@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import io
 import logging
 import re
 import shutil
@@ -302,14 +301,6 @@ def test_other_failures_are_one_line_too(monkeypatch, capsys, error, code, says)
     assert out == ""
     assert says in err
     assert len(err.splitlines()) == 1
-
-
-def test_characters_that_the_locale_lacks_are_escaped(monkeypatch):
-    output = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
-    monkeypatch.setitem(COMMANDS, "inspect", lambda options: print("5 \u20ac") or 0)
-    assert main(["inspect", "x"]) == 0
-    assert output.getvalue() == b"5 \\u20ac\n"
 
 
 def test_nothing_is_left_in_the_logging_of_the_process(tmp_path, capsys):

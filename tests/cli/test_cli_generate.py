@@ -1,5 +1,6 @@
 """`tide-export generate`: its text, its numbers, its options, one prompt or several."""
 
+import io
 import json
 import shutil
 import sys
@@ -10,7 +11,7 @@ from bundles import put_text
 from command_line import refused
 
 import tide_export
-from tide_export.cli.main import main
+from tide_export.cli.main import COMMANDS, main
 
 PROMPT = "def read_lines(path):\n"
 
@@ -183,3 +184,11 @@ def test_what_a_batch_refuses_is_one_line(demo_bundle: Path, tmp_path: Path, cap
     assert "several prompts" in refused(capsys, "generate", demo_bundle, "-q", *one)
     gone = str(tmp_path / "gone.txt")
     assert "gone.txt" in refused(capsys, "generate", demo_bundle, "-q", "--prompts", gone)
+
+
+def test_characters_that_the_locale_lacks_are_escaped(monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    monkeypatch.setitem(COMMANDS, "inspect", lambda options: print("5 \u20ac") or 0)
+    assert main(["inspect", "x"]) == 0
+    assert output.getvalue() == b"5 \\u20ac\n"
