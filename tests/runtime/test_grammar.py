@@ -231,6 +231,8 @@ def test_generations_of_one_request_share_their_grammar(engine: Engine, monkeypa
     assert asked == [("regex", GRAMMARS[1]["regex"]), ("regex", "a+")]
     engine.generate(prompts[0], **shared)
     assert len(asked) == 3
+    assert [found.tokens for found in engine.generate(prompts, **shared)] == alone
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def test_vectors_are_the_engine_s(server: Running, engine: Engine) -> None:
         ({"pooling": "mean"}, {"pooling": "mean"}),
         ({"layer": layer, "normalize": False}, {"layer": layer, "normalize": False}),
         ({"dimensions": 6, "encoding_format": "base64"}, {"dimensions": 6}),
+        ({"encoding_format": None, "normalize": None, "pooling": None}, {}),
     ):
         answered = server.http.post("/v1/embeddings", json={"model": "demo", "input": PROMPT} | body)
         (one,) = answered.json()["data"]
@@ -64,7 +65,8 @@ def test_tokens_of_texts_and_conversations(server: Running, engine: Engine) -> N
         back = server.http.post("/detokenize", json={"model": "demo", "tokens": ids}).json()
         assert back == {"prompt": "".join(found["token_strs"])}
     messages = [{"role": "user", "content": "List files"}]
-    found = server.http.post("/tokenize", json={"messages": messages}).json()
+    asked = {"messages": messages, "prompt": None, "add_special_tokens": None}
+    found = server.http.post("/tokenize", json=asked).json()
     assert found["tokens"] == tokenizer.encode_plain("# user: List files\n# assistant:")
     assert found["token_strs"] is None
     info = server.http.get("/tokenizer_info").json()

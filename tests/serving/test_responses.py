@@ -119,7 +119,7 @@ def test_other_fields_mean_what_they_mean_in_conversations(server: Running) -> N
     asked: dict[str, Any] = {"model": "demo", "temperature": 0.8, "extra_body": {"seed": 5, "mode": "full", "n": 3}}
     done = server.openai.responses.create(input="Hi", max_output_tokens=6, store=True, **asked)
     message: Any = {"role": "user", "content": "Hi"}
-    asked["extra_body"] = {"seed": 5, "mode": "full"}
+    asked["extra_body"] = {"seed": 5, "mode": "full", "stream": None, "tools": None}
     chat = server.openai.chat.completions.create(messages=[message], max_completion_tokens=6, **asked)
     assert done.output_text == chat.choices[0].message.content
 
@@ -133,6 +133,17 @@ def test_a_failure_is_the_last_event(server: Running, monkeypatch: pytest.Monkey
     assert (
         server.http.post("/v1/responses", json={"model": "demo", "input": "Hi", "ignore_eos": True}).status_code == 504
     )
+    assert server.idle()
+
+
+def test_what_nobody_foresaw_is_the_last_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(request: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(server.service, "reader", broken)
+    events: list[Any] = list(server.openai.responses.create(input="Hi", stream=True, **ASKED))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.message == "the server failed: its log says how"
     assert server.idle()
 
 

@@ -25,6 +25,7 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.embedding import EmbeddingConfig
 from tide_export.runtime.generation import Generation
+from tide_export.runtime.grammar import Compilations
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.native import Owned, call, created, doubles, library
 from tide_export.runtime.providers import open_library_engine
@@ -245,10 +246,11 @@ class Engine:
         slots = min(len(prompts), LIST_SLOTS, self.max_batch_size)
         tokens = min(LIST_PROMPT_TOKENS, max(1, sum(map(len, prompts))))
         scheduler = self.scheduler(SchedulerLimits(slots=slots, prompt_tokens=tokens), share)
-        handles = []
+        handles, compilations = [], Compilations()
         for number, (prompt, one) in enumerate(zip(prompts, configs, strict=True), 1):
             try:
-                handles.append(scheduler.submit_ids(prompt, one))
+                with compilations.shared():
+                    handles.append(scheduler.submit_ids(prompt, one))
             except GenerationError as error:
                 raise GenerationError(str(error).replace("the prompt", f"prompt {number}", 1)) from None
         return handles

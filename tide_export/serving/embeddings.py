@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.embedding import EmbeddingConfig
 from tide_export.runtime.handle import RequestHandle
-from tide_export.serving.protocol import ApiError, Prompts, listed
+from tide_export.serving.protocol import ApiError, Nullable, Prompts, listed
 from tide_export.serving.service import Service, cancel
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(Nullable):
     """POST /v1/embeddings: OpenAI's fields, and those of `EmbeddingConfig`."""
 
     model: str

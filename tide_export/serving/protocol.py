@@ -93,6 +93,18 @@ def _bounds(limits: Limits) -> dict[str, float]:
     return {"gt" if limits.above else "ge": limits.low} | ({"le": limits.high} if isfinite(limits.high) else {})
 
 
+class Nullable(BaseModel):
+    """A request whose fields may be null, which OpenAI's API takes as not given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """Leaves out fields that are null."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
 class StreamOptions(BaseModel):
     include_usage: bool = False
 
@@ -148,7 +160,7 @@ else:
     )
 
 
-class GenerationRequest(Numbers, ABC):
+class GenerationRequest(Nullable, Numbers, ABC):
     """Fields that completions and conversations have in common; some of `Numbers` have own limits."""
 
     model_config = ConfigDict(extra="allow")
@@ -176,14 +188,6 @@ class GenerationRequest(Numbers, ABC):
     mode: Literal["auto", "exit", "full", "lossless"] = "auto"
     threshold: float | None = Field(None, ge=0.0, le=1.0)
     prediction: Prediction | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
-        """Leaves out fields that are null, which OpenAI's API takes as not given."""
-        if not isinstance(values, dict):
-            return values
-        return {name: value for name, value in values.items() if value is not None}
 
     @model_validator(mode="after")
     def _refuse_what_cannot_be_done(self) -> "GenerationRequest":

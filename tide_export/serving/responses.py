@@ -1,6 +1,7 @@
 """Writes an answer as the JSON of POST /v1/responses, whole or as typed events."""
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -8,9 +9,11 @@ from typing import Any
 
 from tide_export.serving.answers import told_by
 from tide_export.serving.call_reader import Part
-from tide_export.serving.protocol import ApiError
+from tide_export.serving.protocol import UNFORESEEN, ApiError
 from tide_export.serving.responses_request import ResponsesRequest
 from tide_export.serving.service import Choices, Service, cancel, usage
+
+logger = logging.getLogger("tide_export")
 
 Event = dict[str, Any]
 
@@ -40,10 +43,16 @@ class ResponsesAnswer:
                 yield _data(event, number)
                 number += 1
         except ApiError as error:
-            failed = self._response("failed") | {"error": {"code": error.kind, "message": str(error)}}
-            yield _data({"type": "response.failed", "response": failed}, number)
+            yield self._failed(error, number)
+        except Exception:
+            logger.exception("the response failed")
+            yield self._failed(ApiError(500, UNFORESEEN, "server_error"), number)
         finally:  # also when the client disconnects
             cancel([handle for _, handle in self._choices])
+
+    def _failed(self, error: ApiError, number: int) -> bytes:
+        failed = self._response("failed") | {"error": {"code": error.kind, "message": str(error)}}
+        return _data({"type": "response.failed", "response": failed}, number)
 
     async def _told(self) -> AsyncIterator[Event]:
         for kind in ("response.created", "response.in_progress"):

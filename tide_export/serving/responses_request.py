@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from tide_export.serving.conversation import read_arguments
-from tide_export.serving.protocol import ChatRequest, refusal
+from tide_export.serving.protocol import ChatRequest, Nullable, refusal
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 # Fields that are refused unless null or this value, and the reason.
@@ -33,7 +33,7 @@ class TextOptions(BaseModel):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(Nullable):
     """POST /v1/responses; other fields of /v1/chat/completions, such as seed and mode, are taken too."""
 
     model_config = ConfigDict(extra="allow")
@@ -52,11 +52,6 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, str] | None = None
     _chat: ChatRequest = PrivateAttr()
 
-    @field_validator("stream", mode="before")
-    @classmethod
-    def _no_stream(cls, value: Any) -> Any:
-        return False if value is None else value
-
     @model_validator(mode="after")
     def _as_conversation(self) -> "ResponsesRequest":
         extra = self.model_extra or {}
@@ -69,9 +64,7 @@ class ResponsesRequest(BaseModel):
         fields = {name: value for name, value in extra.items() if name in OF_CHAT} | fields
         messages = {"messages": self._messages()}
         try:
-            self._chat = ChatRequest.model_validate(
-                {name: value for name, value in fields.items() if value is not None} | messages
-            )
+            self._chat = ChatRequest.model_validate(fields | messages)
         except ValidationError as error:
             raise ValueError(str(refusal(error))) from None
         return self

@@ -7,11 +7,11 @@ from pydantic import BaseModel, Field, ValidationError
 from tide_export.bundle.file_names import TEMPLATE_FILE
 from tide_export.errors import GenerationError
 from tide_export.runtime.chat_template import special_tokens
-from tide_export.serving.protocol import ApiError, ChatRequest, refusal
+from tide_export.serving.protocol import ApiError, ChatRequest, Nullable, refusal
 from tide_export.serving.service import Service
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Nullable):
     """POST /tokenize: a prompt, or messages, tokenized as by /v1/chat/completions."""
 
     model: str | None = None

@@ -1,11 +1,14 @@
-"""Converts a network to float16 or bfloat16, except routers, logits, sinks and attention biases.
+"""Converts a network to float16 or bfloat16, except routers, logits, sinks, attention biases and what positions give.
 
 TensorRT takes each type as the graph declares it. Norms keep their sums in float32 (`stash_type`), as does the router,
-whose input is cast for it; logits are cast at the end. Weights are converted when they are written, one at a time, and
-rounded as PyTorch's half precision rounds them; a number beyond float16's largest is refused.
+whose input is cast for it; logits are cast at the end. Rotary angles and scales computed from positions stay float32,
+as transformers keeps them, and are cast where hidden states meet them: float16 holds no odd position above 2048,
+bfloat16 none above 256. Weights are converted when they are written, one at a time, and rounded as PyTorch's half
+precision rounds them; a number beyond float16's largest is refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -13,10 +16,10 @@ import onnx_ir as ir
 from tide_export.compose.cut import is_attention
 from tide_export.compose.exit_op import SCORE, stays_float32
 from tide_export.errors import GraphError
-from tide_export.graph.rewriting import FLOAT, HALF, new_node, required
+from tide_export.graph.rewriting import FLOAT, HALF, INT32, INT64, new_node, op_before, required
 from tide_export.lower.tensorrt.scatter_attention import BIAS, SINKS
 from tide_export.names.operators import DOMAIN, OP_EXIT
-from tide_export.names.segment_networks import LOGITS
+from tide_export.names.segment_networks import INPUT_IDS, LOGITS
 
 
 class HalfPrecisionPass(ir.passes.InPlacePass):
@@ -35,27 +38,46 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        for value in list(_convertible(graph)):
+        positions = _of_positions(graph)
+        for value in list(_convertible(graph, positions.values)):
             if value.is_initializer():
                 value.const_value = self._convert(value)
             value.type = ir.TensorType(self.dtype)
+        self._narrow(graph, positions)
         for node in list(graph):
+            if node in positions.nodes:
+                continue
             if node.op_type == "Cast" and node.attributes["to"].as_int() == FLOAT.value:
                 node.attributes["to"] = ir.AttrInt64("to", self.dtype.value)
             constant = node.attributes.get("value")
-            if node.op_type in ("Constant", "ConstantOfShape") and constant is not None:
-                tensor = constant.as_tensor()
-                if tensor.dtype == FLOAT:
-                    node.attributes["value"] = ir.AttrTensor(
-                        "value", ir.tensor(tensor.numpy().astype(self.dtype.numpy()))
-                    )
+            if node.op_type in ("Constant", "ConstantOfShape") and node.outputs[0].dtype == self.dtype:
+                array = np.zeros(1, np.float32) if constant is None else constant.as_tensor().numpy()
+                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(array.astype(self.dtype.numpy())))
         self._widen_logits(graph)
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:
-        for value in _convertible(model.graph):
+        for value in _convertible(model.graph, _of_positions(model.graph).values):
             if value.name != LOGITS:
                 raise ir.passes.PostconditionError(f"{value.name} is still float32")
+
+    def _narrow(self, graph: ir.Graph, positions: "_OfPositions") -> None:
+        """Casts what positions give where a node that computes in half precision reads it."""
+        narrow: dict[ir.Value, ir.Value] = {}
+        for node in list(graph):
+            if node in positions.nodes or node.op_type == "Shape":
+                continue
+            for index, value in enumerate(node.inputs):
+                if value is None or value not in positions.values:
+                    continue
+                if _is_routers(node, index) or _is_added_to_scores(node, index):
+                    continue
+                if value not in narrow:
+                    to, suffix = {"to": self.dtype.value}, f"_narrow_{len(narrow)}"
+                    narrow[value] = op_before(
+                        node, "Cast", [value], to, dtype=self.dtype, shape=value.shape, suffix=suffix
+                    )
+                node.replace_input_with(index, narrow[value])
 
     def _widen_logits(self, graph: ir.Graph) -> None:
         for index, value in enumerate(graph.outputs):
@@ -85,16 +107,52 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
         return compute
 
 
-def _convertible(graph: ir.Graph) -> Iterator[ir.Value]:
-    """The float32 values, except scores and what only routers, sinks and attention biases read."""
+class _OfPositions(NamedTuple):
+    """The part of a graph that positions alone determine.
+
+    Attributes:
+        nodes: that compute it.
+        values: float32 values that they give or read.
+    """
+
+    nodes: Collection[ir.Node]
+    values: Collection[ir.Value]
+
+
+def _of_positions(graph: ir.Graph) -> _OfPositions:
+    """Returns what follows from the integer inputs but token ids, and the constants that only it is computed from.
+
+    A row of a table of weights is not of it: in half precision it is the same number.
+    """
+    given = {value for value in graph.inputs if value.dtype in (INT32, INT64) and value.name != INPUT_IDS}
+    constant = set(graph.initializers.values())
+    for node in graph:
+        inputs = {value for value in node.inputs if value is not None}
+        takes_row = node.op_type.startswith("Gather") and node.inputs[0] in constant
+        if inputs <= constant or node.op_type == "Shape":
+            constant.update(node.outputs)
+        elif inputs <= constant | given and not takes_row:
+            given.update(node.outputs)
+    nodes, values = set[ir.Node](), set[ir.Value]()
+    for node in reversed(graph):
+        floats = [value for value in (*node.inputs, *node.outputs) if value is not None and value.dtype == FLOAT]
+        if node.outputs[0] in given or (node.op_type != "Shape" and not values.isdisjoint(node.outputs)):
+            nodes.add(node)
+            values.update(floats)
+    return _OfPositions(nodes, values)
+
+
+def _convertible(graph: ir.Graph, wide: Collection[ir.Value]) -> Iterator[ir.Value]:
+    """The float32 values, except `wide`, scores and what only routers, sinks and attention biases read."""
     for value in (*graph.initializers.values(), *graph.inputs):
         uses = [(use.node, use.idx) for use in value.uses()]
-        wide = bool(uses) and all(_is_routers(node, index) or _is_added_to_scores(node, index) for node, index in uses)
-        if value.dtype == FLOAT and not wide:
+        kept = bool(uses) and all(_is_routers(node, index) or _is_added_to_scores(node, index) for node, index in uses)
+        if value.dtype == FLOAT and not kept and value not in wide:
             yield value
     for node in graph:
         score = node.outputs[SCORE] if _is_exit(node) else None
-        yield from (value for value in node.outputs if value.dtype == FLOAT and value is not score)
+        outputs = (value for value in node.outputs if value is not score and value not in wide)
+        yield from (value for value in outputs if value.dtype == FLOAT)
 
 
 def check_weights(piece: ir.Graph, weights: str) -> None:
@@ -102,9 +160,11 @@ def check_weights(piece: ir.Graph, weights: str) -> None:
 
     `piece` is part of a cut trace. Raises GraphError.
     """
+    wide = _of_positions(piece).values
     for name, value in piece.initializers.items():
         added_to_scores = [is_attention(use.node) and use.idx > 2 for use in value.uses()]
-        if value.dtype == FLOAT and value.const_value is not None and not (added_to_scores and all(added_to_scores)):
+        kept = value in wide or (added_to_scores and all(added_to_scores))
+        if value.dtype == FLOAT and value.const_value is not None and not kept:
             _check_range(name, value.const_value.numpy(), HALF[weights].numpy())
 
 
