@@ -23,6 +23,7 @@ from tide_export.drafting.target import Target
 from tide_export.errors import ConfigError, DraftError
 from tide_export.model.source import load_model
 from tide_export.routers.drafter_weights import CONFIDENCES, Drafter
+from tide_export.runtime.config import GenerationConfig
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}:"
 
@@ -207,8 +208,14 @@ def test_a_run_interrupted_in_its_last_round_takes_more_minutes(
 def test_speeds_of_a_resumed_run_are_by_the_costs_of_this_machine(
     model: Path, bundle, prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs, asked = (0.5, 0.9, 1.8, 3.6, 7.2), list[tuple[float, ...]]()
-    monkeypatch.setattr(StubEngine, "resolved", lambda engine, config: {"drafting": {"verify_costs": costs}})
+    costs, asked, taken = (0.5, 0.9, 1.8, 3.6, 7.2), list[tuple[float, ...]](), list[StubEngine]()
+
+    def resolved(engine: StubEngine, config: GenerationConfig) -> dict[str, dict[str, tuple[float, ...]]]:
+        assert taken or not engine.calls, "before anything runs beside it"
+        taken.append(engine)
+        return {"drafting": {"verify_costs": costs}}
+
+    monkeypatch.setattr(StubEngine, "resolved", resolved)
     step, expected = training.Trainer.train_step, schedule.expected_speed
 
     def interrupted(trainer: training.Trainer, progress: float) -> None:
@@ -223,6 +230,7 @@ def test_speeds_of_a_resumed_run_are_by_the_costs_of_this_machine(
             draft(str(model), bundle.path, config(prompts))
     assert draft(str(model), bundle.path, config(prompts)) is not None
     assert set(asked) == {costs}
+    assert 1 <= len(taken) <= 2, "once in a run"
 
 
 def test_a_training_that_gains_little_ends_early(

@@ -62,7 +62,8 @@ class Run:
         self._measuring = 0.0
         self._measured: list[tuple[int, float]] = []
         self._acceptance: Acceptance | None = None
-        self._verify_costs: tuple[float, ...] | None = None
+        self._verify_costs: tuple[float, ...] | None = None  # a snapshot's, or from before anything is trained here
+        self._costs_are_known = False  # of this machine
         self._round: Round | None = None
         self._answering = True  # whether the round has not begun to train
         self._finished: float | None = None  # minutes of the finished training
@@ -203,6 +204,9 @@ class Run:
             with stage("loading the bundle"):
                 provider = "auto" if threads is None else "cpu"  # the GPU is for one process
                 self._engine = load(self._opened.path, provider, threads)
+        if not self._costs_are_known:  # later, training and many answers at once would have changed them
+            drafting = self._engine.resolved(GenerationConfig(mode="lossless"))["drafting"]
+            self._verify_costs, self._costs_are_known = tuple(drafting["verify_costs"]), True
         return self._engine
 
     def _check_room(self, total: float) -> None:
@@ -249,9 +253,9 @@ class Run:
         )
 
     def _speed(self, acceptance: tuple[float, ...]) -> float:
-        if self._verify_costs is None or self._engine is not None:
-            drafting = self._loaded_engine().resolved(GenerationConfig(mode="lossless"))["drafting"]
-            self._verify_costs = tuple(drafting["verify_costs"])
+        if self._verify_costs is None:
+            self._loaded_engine()
+        assert self._verify_costs is not None
         return schedule.expected_speed(acceptance, self._verify_costs)
 
     def _log(self, total: float) -> None:

@@ -1,4 +1,6 @@
-"""Converts a network to float16 or bfloat16, except routers, logits, sinks, attention biases and what positions give.
+"""Converts a network to float16 or bfloat16, except what needs float32.
+
+Routers, logits, sinks, attention biases and what positions give stay float32.
 
 TensorRT takes each type as the graph declares it. Norms keep their sums in float32 (`stash_type`), as does the router,
 whose input is cast for it; logits are cast at the end. Rotary angles and scales computed from positions stay float32,
@@ -120,7 +122,9 @@ class _OfPositions(NamedTuple):
 
 
 def _of_positions(graph: ir.Graph) -> _OfPositions:
-    """Returns what follows from the integer inputs but token ids, and the constants that only it is computed from.
+    """Returns what follows from positions alone, and the constants it is computed from.
+
+    Positions are all integer inputs but token ids.
 
     A row of a table of weights is not of it: in half precision it is the same number.
     """
