@@ -123,4 +123,7 @@ class IntegerExperts:
 
     def dequantize(self) -> torch.Tensor:
         """Computes the parameter, float32."""
-        return torch.stack([torch.cat([weight.dequantize().T for weight in parts]) for parts in self.experts])
+        dense = torch.empty(self.shape)
+        for expert, parts in zip(dense, self.experts, strict=True):
+            torch.cat([weight.dequantize().T for weight in parts], out=expert)
+        return dense
