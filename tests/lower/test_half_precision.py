@@ -1,14 +1,20 @@
-"""Segment networks in float16 beside float32, at positions whose angles float16 does not hold."""
+"""Networks in 16 bits beside float32, at positions whose angles 16 bits do not hold."""
 
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from families import build
 from networks_runner import Runner
+from tiny_engines import bound, pieces_of
 
 from tide_export.compose.cut import cut
+from tide_export.graph.rewriting import FLOAT
+from tide_export.lower.cuda.kernels import check_kernels
+from tide_export.lower.cuda.lower import check_for_cuda, networks_for_cuda
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
+from tide_export.names.networks import segment_name
 from tide_export.names.segment_networks import past
 from tide_export.routers.random_routers import random_routers
 
@@ -36,3 +42,26 @@ def test_late_positions_are_rounded_no_more_than_early_ones(family: str, traces,
     assert 1e-5 < errors[:100].max() < 5e-3
     assert errors[-100:].max() < 3 * errors[:100].max()
     assert np.abs(logits["fp16"] - logits["fp32"]).max() < 1e-2 * np.abs(logits["fp32"]).max()
+
+
+@pytest.mark.parametrize("weights", ["fp16", "bf16"])
+def test_angles_are_float32_for_tensorrt(weights: str, traces) -> None:
+    source = build("deepseek_v2")
+    routers, pieces = random_routers(source, (1,), range(3, 43), bottleneck=16), pieces_of(source, (1,), traces)
+    models = networks_for_tensorrt(pieces, routers.arrays(), None, bound(source), weights).models
+    assert types_of("Cos", models[segment_name(1)]) == types_of("Sin", models[segment_name(1)]) == [FLOAT]
+
+
+@pytest.mark.parametrize("weights", ["fp16", "bf16"])
+def test_scales_of_queries_are_float32_for_cuda(weights: str, traces) -> None:
+    """CUDA has no Floor of bfloat16: without this Ministral 3 was refused."""
+    source = build("ministral3")
+    routers, pieces = random_routers(source, (1,), range(3, 43), bottleneck=16), pieces_of(source, (1,), traces)
+    check_for_cuda(pieces, weights)
+    models = networks_for_cuda(pieces, routers.arrays(), None, bound(source), weights).models
+    check_kernels(models)
+    assert types_of("Floor", models[segment_name(1)]) == types_of("Log", models[segment_name(1)]) == [FLOAT]
+
+
+def types_of(op_type: str, model: ir.Model) -> list[ir.DataType | None]:
+    return [node.outputs[0].dtype for node in model.graph if node.op_type == op_type]

@@ -62,8 +62,7 @@ class Run:
         self._measuring = 0.0
         self._measured: list[tuple[int, float]] = []
         self._acceptance: Acceptance | None = None
-        self._verify_costs: tuple[float, ...] | None = None  # a snapshot's, or from before anything is trained here
-        self._costs_are_known = False  # of this machine
+        self._verify_costs: tuple[float, ...] | None = None
         self._round: Round | None = None
         self._answering = True  # whether the round has not begun to train
         self._finished: float | None = None  # minutes of the finished training
@@ -78,6 +77,7 @@ class Run:
         if self._finished is not None and self._config.minutes <= self._finished:
             return
         self._finished = None
+        self._verify_costs = self._measured_costs()  # a snapshot's may be another machine's
         spent = self._seconds()
         with self._processes.stage("training a drafter", max(total - spent, 1.0)) as advance:
             progress = _Progress(advance, spent)
@@ -204,10 +204,12 @@ class Run:
             with stage("loading the bundle"):
                 provider = "auto" if threads is None else "cpu"  # the GPU is for one process
                 self._engine = load(self._opened.path, provider, threads)
-        if not self._costs_are_known:  # later, training and many answers at once would have changed them
-            drafting = self._engine.resolved(GenerationConfig(mode="lossless"))["drafting"]
-            self._verify_costs, self._costs_are_known = tuple(drafting["verify_costs"]), True
         return self._engine
+
+    def _measured_costs(self) -> tuple[float, ...]:
+        """Returns what verifying costs on this machine; training and many answers at once would change it."""
+        drafting = self._loaded_engine().resolved(GenerationConfig(mode="lossless"))["drafting"]
+        return tuple(drafting["verify_costs"])
 
     def _check_room(self, total: float) -> None:
         """Checks that the disk has room for all hidden states, extrapolated from the first answers.
@@ -253,10 +255,8 @@ class Run:
         )
 
     def _speed(self, acceptance: tuple[float, ...]) -> float:
-        if self._verify_costs is None:
-            self._loaded_engine()
-        assert self._verify_costs is not None
-        return schedule.expected_speed(acceptance, self._verify_costs)
+        costs = self._verify_costs or self._measured_costs()
+        return schedule.expected_speed(acceptance, costs)
 
     def _log(self, total: float) -> None:
         if not self._processes.main or self._acceptance is None or self._trainer is None:

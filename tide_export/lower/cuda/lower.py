@@ -38,7 +38,7 @@ from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
 from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
 from tide_export.lower.tensorrt.drafter_for_tensorrt import unpack_matmuls
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, max_gathering_tokens
-from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass, check_weights
+from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass, check_weights, of_positions
 from tide_export.lower.tensorrt.shared_embedding import share_embedding
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names.networks import HEAD
@@ -103,7 +103,9 @@ def check_for_cuda(pieces: Pieces, weights: str) -> None:
     parts = {f"layers {a} to {b - 1}": graph for (a, b), graph in zip(bounds, pieces.segments, strict=True)}
     parts = {"embedding": pieces.embed, **parts, "final norm": pieces.final_norm, "head": pieces.head}
     for part, piece in parts.items():
-        check_nodes(piece.all_nodes(), part, {FLOAT: HALF[weights]})
+        wide = of_positions(piece).nodes
+        check_nodes((node for node in piece.all_nodes() if node not in wide), part, {FLOAT: HALF[weights]})
+        check_nodes(wide, part, {})
         check_weights(piece, weights)
 
 

@@ -1,12 +1,12 @@
-"""Converts a network to float16 or bfloat16, except what needs float32.
+"""Converts a network to float16 or bfloat16, except what would lose by it.
 
-Routers, logits, sinks, attention biases and what positions give stay float32.
+Routers, logits, sinks and attention biases stay float32, and rotary angles and scales computed from positions.
 
 TensorRT takes each type as the graph declares it. Norms keep their sums in float32 (`stash_type`), as does the router,
-whose input is cast for it; logits are cast at the end. Rotary angles and scales computed from positions stay float32,
-as transformers keeps them, and are cast where hidden states meet them: float16 holds no odd position above 2048,
-bfloat16 none above 256. Weights are converted when they are written, one at a time, and rounded as PyTorch's half
-precision rounds them; a number beyond float16's largest is refused.
+whose input is cast for it; logits are cast at the end. What positions give is cast where hidden states meet it, as
+transformers does: float16 holds no odd position above 2048, bfloat16 none above 256. Weights are converted when they
+are written, one at a time, and rounded as PyTorch's half precision rounds them; a number beyond float16's largest is
+refused.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -40,7 +40,7 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        positions = _of_positions(graph)
+        positions = of_positions(graph)
         for value in list(_convertible(graph, positions.values)):
             if value.is_initializer():
                 value.const_value = self._convert(value)
@@ -59,11 +59,11 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:
-        for value in _convertible(model.graph, _of_positions(model.graph).values):
+        for value in _convertible(model.graph, of_positions(model.graph).values):
             if value.name != LOGITS:
                 raise ir.passes.PostconditionError(f"{value.name} is still float32")
 
-    def _narrow(self, graph: ir.Graph, positions: "_OfPositions") -> None:
+    def _narrow(self, graph: ir.Graph, positions: "OfPositions") -> None:
         """Casts what positions give where a node that computes in half precision reads it."""
         narrow: dict[ir.Value, ir.Value] = {}
         for node in list(graph):
@@ -109,7 +109,7 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
         return compute
 
 
-class _OfPositions(NamedTuple):
+class OfPositions(NamedTuple):
     """The part of a graph that positions alone determine.
 
     Attributes:
@@ -121,10 +121,8 @@ class _OfPositions(NamedTuple):
     values: Collection[ir.Value]
 
 
-def _of_positions(graph: ir.Graph) -> _OfPositions:
-    """Returns what follows from positions alone, and the constants it is computed from.
-
-    Positions are all integer inputs but token ids.
+def of_positions(graph: ir.Graph) -> OfPositions:
+    """Returns what follows from positions: all integer inputs but token ids; and its constants.
 
     A row of a table of weights is not of it: in half precision it is the same number.
     """
@@ -143,7 +141,7 @@ def _of_positions(graph: ir.Graph) -> _OfPositions:
         if node.outputs[0] in given or (node.op_type != "Shape" and not values.isdisjoint(node.outputs)):
             nodes.add(node)
             values.update(floats)
-    return _OfPositions(nodes, values)
+    return OfPositions(nodes, values)
 
 
 def _convertible(graph: ir.Graph, wide: Collection[ir.Value]) -> Iterator[ir.Value]:
@@ -164,7 +162,7 @@ def check_weights(piece: ir.Graph, weights: str) -> None:
 
     `piece` is part of a cut trace. Raises GraphError.
     """
-    wide = _of_positions(piece).values
+    wide = of_positions(piece).values
     for name, value in piece.initializers.items():
         added_to_scores = [is_attention(use.node) and use.idx > 2 for use in value.uses()]
         kept = value in wide or (added_to_scores and all(added_to_scores))
