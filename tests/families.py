@@ -242,8 +242,15 @@ FAMILIES: dict[str, Family] = {
         lambda: tf.Phi3Config(**GROUPED, **rope("default", partial_rotary_factor=0.75)), ("partial rotary",)
     ),
     "phimoe": Family(
-        lambda: tf.PhimoeConfig(**GROUPED, **EXPERTS, attention_bias=True, lm_head_bias=True),
-        ("experts", "biases", "biased head"),
+        lambda: tf.PhimoeConfig(
+            **GROUPED,
+            **EXPERTS,
+            attention_bias=True,
+            lm_head_bias=True,
+            rope_parameters=LONGROPE["rope_parameters"] | {"short_mscale": 1.2, "long_mscale": 1.3},
+        ),
+        ("longrope rotary scaling", "experts", "biases", "biased head"),
+        note="up to original_max_position_embeddings, where another factor begins",
     ),
     "opt": Family(
         lambda: tf.OPTConfig(

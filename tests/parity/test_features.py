@@ -175,6 +175,7 @@ def test_masks_of_a_layers_attentions_that_differ_are_refused() -> None:
     ("family", "longest", "why"),
     [
         ("phi3", CONTEXT // 2, "longrope"),
+        ("phimoe", CONTEXT // 2, "longrope"),
         ("llama4 (text)", 192, "blocks"),
         ("deepseek_v32", 192, "chosen tokens"),
         ("minimax_m3 (text)", 192, "chosen tokens"),
@@ -195,7 +196,7 @@ def test_lengths_an_export_is_not_exact_for_are_refused(
         context_length(source, longest + 1)
 
 
-@pytest.mark.parametrize("family", ["phi3", "llama (dynamic)"])
+@pytest.mark.parametrize("family", ["phi3", "phimoe", "llama (dynamic)"])
 def test_beyond_that_length_the_source_model_changes_its_logits_of_earlier_tokens(family: str) -> None:
     """Otherwise the limit would be too strict."""
     source = build(family)

@@ -7,6 +7,7 @@ was first trained for, the angles are those of a short pass, and a bundle holds 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,7 @@ def static_rope(model: nn.Module) -> Iterator[None]:
             continue
         fixed = {name: "default" if name in switching else kind for name, kind in types.items()}
         values: dict[str, Any] = {"rope_type": fixed if isinstance(kinds, dict) else "default"}
+        values |= _of_short_passes(module)
         for prefix in (f"{name}_" if name else "" for name in switching):
             values[f"{prefix}inv_freq"] = getattr(module, f"{prefix}original_inv_freq").clone()
         changed.append((module, {name: getattr(module, name) for name in values}))
@@ -36,6 +38,18 @@ def static_rope(model: nn.Module) -> Iterator[None]:
     finally:
         for module, values in changed:
             _set(module, values)
+
+
+def _of_short_passes(module: Any) -> dict[str, Any]:
+    """Returns what PhiMoE's rotary module reads in every pass: the angles of a short one and their factor."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    if "short_mscale" not in parameters:
+        return {}
+    short = module.original_inv_freq, parameters["short_mscale"]
+    return {
+        "config": SimpleNamespace(rope_parameters={"rope_type": "default"}),
+        "rope_init_fn": lambda _config: short,
+    }
 
 
 def _set(module: nn.Module, values: dict[str, Any]) -> None:
