@@ -168,13 +168,19 @@ def test_errors_have_the_names_of_python_s(embedding: Embedding) -> None:
     assert all(issubclass(getattr(errors, name), errors.TideError) for name in named)
 
 
-def test_the_example_of_a_service(embedding: Embedding, demo_bundle: Path, engine: Engine) -> None:
-    service = [str(embedding.build(ROOT / "examples" / "embed_cpp") / "tide_service"), str(demo_bundle)]
-    lines = run([*service, "5", "17", "3"]).splitlines()
-    out = engine.generate([5, 17, 3], max_new_tokens=16, threshold=0.7)
-    pairs = zip(out.tokens, out.stats.exit_layer, strict=True)
-    assert lines == [f"{token} after {layers} layers" for token, layers in pairs]
-    refused = subprocess.run([*service, "-1"], capture_output=True, text=True, check=False, env=environment())
+def test_the_example_of_a_service(
+    embedding: Embedding, demo_bundle: Path, engine: Engine, tokenizers_library: Path
+) -> None:
+    service = [embedding.build(ROOT / "examples" / "embed_cpp") / "tide_service", demo_bundle]
+    prompts = ["import os", "def f(x):"]
+    variables = environment(TIDE_TOKENIZERS=tokenizers_library)
+    done = subprocess.run(service, input="\n".join(prompts), capture_output=True, text=True, check=False, env=variables)
+    expected = [
+        engine.generate(engine.tokenizer.encode(prompt), max_new_tokens=64, detokenize=True) for prompt in prompts
+    ]
+    assert done.stdout == "".join(f"{one.text}\n" for one in expected)
+    assert [line.split()[0] for line in done.stderr.splitlines()] == [str(len(one.tokens)) for one in expected]
+    refused = subprocess.run([*service[:1], "nowhere"], capture_output=True, text=True, check=False, env=variables)
     assert refused.returncode == 2
     assert refused.stderr.startswith("tide_service: ")
 
