@@ -228,6 +228,7 @@ std::optional<DraftLimits> draft_limits(Backend& backend, GenerationConfig const
   limits.max_drafts = config.max_pending.value_or(limits.max_drafts);
   limits.prompt_lookup = config.prompt_lookup.value_or(limits.prompt_lookup);
   limits.drafter = config.drafter.value_or(limits.drafter);
+  limits.thresholds = resolve_thresholds(manifest, config);
   limits.undo(manifest.model.undo());
   MeasuredCosts::Found found{assumed_costs(manifest), limits.costs_source};
   if (!drafting.verify_costs.empty()) {

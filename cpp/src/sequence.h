@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "bundle/store.h"
-#include "decoding/acceptance.h"
 #include "decoding/decoder.h"
 #include "decoding/drafts.h"
+#include "decoding/shared_drafting.h"
 #include "measured_costs.h"
 #include "process.h"
 #include "tide/runtime.h"
@@ -101,7 +101,7 @@ class Backend {
   std::string const& provider() const { return provider_; }
   Process const& process() const { return process_; }
   MeasuredCosts& costs() { return costs_; }  // of its steps
-  Balances& balances() { return balances_; }    // of drafts
+  DraftRecord& draft_record() { return draft_record_; }
 
   // Starts the bundle's drafter for so many sequences of `batch`, whose K/V it may read; null: it has none that this
   // backend runs. Must not run after the batch, nor outlive the backend. Throws BundleError: it does not load or does not match
@@ -127,7 +127,7 @@ class Backend {
   std::string provider_;
   Process process_;
   MeasuredCosts costs_;
-  Balances balances_;
+  DraftRecord draft_record_;
 };
 
 // Opens a bundle with the provider of `options`. Throws ProviderError: the provider is unknown or cannot run this

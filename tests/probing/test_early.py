@@ -40,13 +40,13 @@ def test_the_quick_lens_finds_a_linear_map():
     assert float((others - expected).norm() / expected.norm()) > 0.5
 
 
-def test_a_replay_drafts_the_likeliest_tokens_as_the_runtime_does():
+def test_a_replay_drafts_the_drawn_tokens_as_the_runtime_does():
     document, shape = np.repeat([0, 1], 5), (10, 2)
-    early, likeliest = np.zeros(shape, np.int64), np.arange(20).reshape(shape)
-    found = Early((2, 4), 6, document, np.ones(shape, np.float32), early, likeliest, np.zeros(10, np.int64), (0.0, 0.0))
+    early = np.arange(20).reshape(shape)
+    found = Early((2, 4), 6, document, np.ones(shape, np.float32), early, np.zeros(10, np.int64), (0.0, 0.0))
     measured, chosen = found.recorded()
     assert chosen.tolist() == [0, 1]
-    assert np.array_equal(measured.early, likeliest.reshape(2, 5, 2))
+    assert np.array_equal(measured.early, early.reshape(2, 5, 2))
 
 
 def test_exits_of_the_final_state_change_nothing(of_early):

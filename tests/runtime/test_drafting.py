@@ -30,11 +30,13 @@ class Replayed:
 
 def replayed(prompt: list[int], full: list[int], early: list[int] | None = None, **drafting: Any) -> Replayed:
     """Replays `prompt` and the continuation `full`, of which every token exits to that of `early`; None: none does."""
-    given = {"thresholds": [], "max_drafts": 0, "prompt_lookup": 0, "verify_costs": FREE, "draft_costs": [0.0]}
+    given = {"thresholds": [0.0], "max_drafts": 0, "prompt_lookup": 0, "verify_costs": FREE, "draft_costs": [0.0]}
     size = len(full)
     counts, exits, runs = np.zeros(4, np.int64), np.zeros(1, np.int64), np.zeros((size, 2), np.int64)
-    left, ids = np.full(size, early is None, np.int64), int64s(prompt)
-    arrays = [int64s(one) for one in (left, early or full, full)]
+    scores, ids = np.full(size, 0.0 if early is None else 0.5, np.float32), int64s(prompt)
+    if early is None:
+        given["thresholds"] = [1.0]
+    arrays = [scores, int64s(early or full), int64s(full)]
     call(
         "replay",
         json.dumps(given | drafting).encode(),
@@ -73,13 +75,16 @@ def pending(early: int, count: int, draft_cost: float) -> list[int]:
 def test_early_exits_that_are_rejected_are_given_up_and_tried_again_later() -> None:
     """0.65 of a step may be lost at first, and 0.0025 of a step with each token."""
     made = pending(6, 600, draft_cost=0.4)
-    assert made[:4] == [2, 0, 0, 0]
+    assert made[:4] == [1, 1, 0, 0]
     assert sum(made[4:404]) == 3
-    assert sum(pending(6, 600, draft_cost=0.9)[:400]) == 2
+    assert not any(pending(6, 600, draft_cost=0.9)), "which costs more than it is hoped to save"
 
 
 def test_more_early_exits_are_pending_where_they_gain() -> None:
-    assert pending(7, 80, draft_cost=0.4)[:4] == [2, 5, 8, 8]
+    made = pending(7, 80, draft_cost=0.4)
+    assert made[:4] == [1, 1, 1, 2]
+    assert sorted(made[:-1]) == made[:-1]
+    assert made[-2] == 6
     assert pending(7, 80, draft_cost=0.0)[0] == 8
 
 

@@ -38,9 +38,8 @@ def test_greedy_tokens_are_the_full_model_s(
 ) -> None:
     ids = random_ids(prompt, seed=prompt)
     expected, _ = tiny.reference_greedy(ids, [NEVER_EXIT, NEVER_EXIT], 40)
-    out = tiny_engine.generate(
-        ids, max_new_tokens=40, mode="lossless", threshold=thresholds, max_pending=max_pending, prompt_lookup=0
-    )
+    drafting = tiny_engine.drafting_as(Drafting(tuple(thresholds), max_pending, 0, (0.0, 0.0), FREE, {}))
+    out = drafting.generate(ids, max_new_tokens=40, mode="lossless")
     assert out.tokens == expected
     assert out.finish_reason == "length"
     assert out.stats.total_tokens == 40
@@ -112,7 +111,7 @@ def test_what_drafts_lose_is_bounded_over_all_requests(tiny_engine: Engine, monk
             for n in range(count)
         ]
         drafted, accepted = (sum(getattr(one.stats, name) for one in done) for name in ("drafted", "accepted"))
-        return drafted * (0.3 + 0.13) - accepted
+        return drafted * (0.3 + 0.13 * 4 / 6) - accepted  # 4 of 6 layers verify
 
     each_anew = lost(tiny_engine.drafting_as(drafting))
     monkeypatch.delenv("TIDE_DRAFT_COSTS")

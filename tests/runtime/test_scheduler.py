@@ -15,6 +15,7 @@ from caller_networks import CallersNetworks, Run, callers_engine
 from judge import TEXT
 from tiny_engines import TinyLlama
 
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError, QueueFullError
 from tide_export.names import segment_networks as names
@@ -310,6 +311,7 @@ def test_logits_that_are_not_finite_end_one_request(callers: tuple[Engine, Calle
 def test_coming_along_saves_runs(callers: tuple[Engine, CallersNetworks], mixed: list[float]) -> None:
     """What it is for: the last segment reads its weights once for all who have drafts to verify."""
     (engine, networks), last = callers, segment_name(2)
+    engine = engine.drafting_as(Drafting((0.0, 0.0), 6, 0, (0.05, 0.1), DEFAULT_VERIFY_COSTS))
     options = {"mode": "lossless", "threshold": mixed, "prompt_lookup": 0, "max_new_tokens": 30, "stop_token_ids": []}
     deep, tokens = dict[float | None, int](), list[list[list[int]]]()
     for share in (None, 1.0):

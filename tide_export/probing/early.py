@@ -32,8 +32,7 @@ class Early:
         depth: layers of the model.
         document: int64 [n], the answer of each position.
         scores: float32 [n, C], the probability of the exit's likeliest token.
-        early: int64 [n, C], the token that the exit draws with the noise that drew `full`.
-        likeliest: int64 [n, C], the exit's likeliest token, which is its draft in lossless mode.
+        early: int64 [n, C], the token that the exit draws with the noise that drew `full`, also as a draft.
         full: int64 [n], the answer's token, drawn at full depth.
         greedy_changed: share of positions where the exit's likeliest token is another one, by checkpoint.
     """
@@ -43,7 +42,6 @@ class Early:
     document: np.ndarray
     scores: np.ndarray
     early: np.ndarray
-    likeliest: np.ndarray
     full: np.ndarray
     greedy_changed: tuple[float, ...]
 
@@ -64,7 +62,7 @@ class Early:
         chosen = np.flatnonzero(lengths >= length)
         rows = np.stack([np.flatnonzero(self.document == answer)[:length] for answer in chosen])
         unread = np.zeros(self.early[rows].shape)  # what exits add to the loss: a replay asks for speed alone
-        drafts, full = self.likeliest[rows], self.full[rows]
+        drafts, full = self.early[rows], self.full[rows]
         return Measurement(self.scores[rows], drafts, full, self.checkpoints, self.depth, unread), chosen
 
 
@@ -91,9 +89,9 @@ def measure_exits(source: SourceModel, answers: Answers, checkpoints: Sequence[i
     last = raw.pop(depth)
     with stage("measuring early exits", total=float(len(full))) as advance, torch.no_grad():
         exits = [_translated(raw.pop(layers), last, document, measured) for layers in checkpoints]
-        scores, early, likeliest, changed = _draw(source, exits, last[measured], full, answers.temperature, advance)
+        scores, early, changed = _draw(source, exits, last[measured], full, answers.temperature, advance)
     shares = tuple(float(share) for share in changed.mean(axis=0))
-    found = scores, early, likeliest, full.numpy()
+    found = scores, early, full.numpy()
     return Early(tuple(checkpoints), depth, document[measured].numpy(), *found, shares)
 
 
@@ -133,7 +131,7 @@ def _draw(
     full: torch.Tensor,
     temperature: float,
     advance: Callable[[float], None],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draws tokens of C exits with the noise that drew the answers.
 
     Args:
@@ -142,12 +140,11 @@ def _draw(
         full: the tokens drawn from them, int64 [n].
 
     Returns:
-        Probabilities of the likeliest tokens float32, drawn tokens int64, likeliest tokens int64, and whether these are
-        others than full depth's bool, each [n, C].
+        Probabilities of the likeliest tokens float32, drawn tokens int64, and whether the likeliest ones are not full
+        depth's bool, each [n, C].
     """
     shape = len(full), len(exits)
-    scores, changed = np.empty(shape, np.float32), np.empty(shape, bool)
-    early, likeliest = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    scores, early, changed = np.empty(shape, np.float32), np.empty(shape, np.int64), np.empty(shape, bool)
 
     def part(rows: slice) -> int:
         with torch.no_grad():
@@ -155,8 +152,7 @@ def _draw(
             noise = _noise(logits / temperature, full[rows], rows.start)
             for k, states in enumerate(exits):
                 here = predict(source, normalize(source, states[rows])).logits.cpu()
-                largest, tokens = here.max(-1)
-                likeliest[rows, k] = tokens.numpy()
+                largest = here.amax(-1)
                 scores[rows, k] = (largest - here.logsumexp(-1)).exp().numpy()
                 early[rows, k] = (here / temperature).add_(noise).argmax(-1).numpy()
                 changed[rows, k] = (here.gather(1, logits.argmax(-1, keepdim=True))[:, 0] < largest).numpy()
@@ -164,7 +160,7 @@ def _draw(
 
     for done in in_parallel(source, part, blocks(source, len(full))):
         advance(float(done))
-    return scores, early, likeliest, changed
+    return scores, early, changed
 
 
 def _noise(scaled: torch.Tensor, drawn: torch.Tensor, seed: int) -> torch.Tensor:

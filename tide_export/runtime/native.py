@@ -177,7 +177,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "batch_rewind": (None, (_HANDLE, c_size_t, c_int64)),
     "batch_lengths": (None, (_HANDLE, c_size_t, POINTER(c_int64))),
     "batch_free": (c_void_p, (_HANDLE,)),
-    "replay": (None, (c_char_p, _IDS, c_size_t, _IDS, _IDS, _IDS, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)),
+    "replay": (None, (c_char_p, _IDS, c_size_t, c_void_p, _IDS, _IDS, c_size_t, c_size_t, *[c_void_p] * 3)),
 }
 
 # The function that frees the object that a function creates.

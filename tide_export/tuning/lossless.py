@@ -37,7 +37,9 @@ def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) ->
             texts.append([*prompt, *_decode(engine, prompt, request, "full", seed).tokens])
             advance(1)
         inputs = [text[:-1] for text in texts]  # no prediction is needed after the last token
-        recorded = measure_prompts(engine, inputs, request.prompt_length, checkpoints, advance)
+        recorded = measure_prompts(
+            engine, inputs, request.prompt_length, checkpoints, advance, temperature=request.temperature
+        )
         recorded = replace(recorded, full=np.array([text[request.prompt_length :] for text in texts]))
     with stage("timing steps"):
         costs = step_costs(engine, texts[0])

@@ -1,9 +1,10 @@
-"""Estimates the speed of lossless mode under any setting, from one recording and a few step times.
+"""Estimates the speed of lossless mode by source of drafts, from one recording and a few step times.
 
-The recording is a `Measurement` of the model's continuations: every router's score at every position, and whether the
-early token is the one that was chosen. Given the cost of a draft and of a verification on this machine, the runtime's
-decoder replays the recording under any setting without the model. After a wrong draft nothing was recorded; the replay
-uses the scores of the right text there, which only affects how much is drafted in vain.
+The recording is a `Measurement` of the model's continuations: every router's score at every position, and the token of
+an exit there, drawn with the noise of the token that was chosen. Given the cost of a draft and of a verification on
+this machine, the runtime's decoder replays the recording without the model. It knows nothing of exits at the beginning
+of each text, which an engine remembers. After a wrong draft nothing was recorded; the replay uses the scores of the
+right text there, which only affects how much is drafted in vain.
 """
 
 import json
@@ -12,22 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tide_export.bundle.manifest import Drafting
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.native import call, int64s
 from tide_export.runtime.stepping import NO_LIMIT, SingleSequence
-from tide_export.thresholds.pareto import exits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
 from tide_export.tuning.measure import Measurement
 
-GRID = 8  # thresholds tried per checkpoint
-DRAFTS = (1, 2, 4, 8)
-SWEEPS = 2
+DRAFTS = 8  # maximum drafts by exits, or of a drafter, before one verification
 LOOKUP = 15  # maximum tokens of a prompt-lookup draft
 WARMUP = 2  # rounds of timing that are discarded: they allocate memory and fill caches
 QUICKEST = 4  # the quickest 1 / QUICKEST of the steps counts, because other programs delay some steps
@@ -89,7 +87,7 @@ class Setting:
 
 
 def step_costs(
-    engine: Engine, ids: Sequence[int], max_draft: int = max(DRAFTS) + LOOKUP, rounds: int = 15, pending: bool = True
+    engine: Engine, ids: Sequence[int], max_draft: int = DRAFTS + LOOKUP, rounds: int = 15, pending: bool = True
 ) -> StepCosts:
     """Times single steps after `ids`, interleaved so that a busy moment affects all alike.
 
@@ -105,7 +103,7 @@ def step_costs(
     for sequence in (*drafts, state):
         sequence.step(ids, full=True)
     last = [ids[-1]]
-    lengths = sorted({1, 2, 4, max_draft + 1} | {n + 1 for n in (*DRAFTS, LOOKUP) if n < max_draft})
+    lengths = sorted({1, 2, 4, max_draft + 1} | {n + 1 for n in (1, 2, 4, 8, LOOKUP) if n < max_draft})
 
     def timed(sequence: SingleSequence, before: int, tokens: int, logits_to_keep: int, full: bool) -> float:
         for _ in range(before):
@@ -153,7 +151,6 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
         prompts: token ids of the prompts whose continuations were recorded.
     """
     n, positions, columns = recorded.scores.shape
-    exit_at = exits(recorded.scores.reshape(n * positions, columns), setting.thresholds).reshape(n, positions)
     drafting = json.dumps(
         {
             "thresholds": setting.thresholds,
@@ -166,9 +163,9 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
     verifying, seconds, counts = cache(costs.verifying), 0.0, np.zeros(4, np.int64)
     for number, prompt in enumerate(prompts):
         ids, early, full = (int64s(values) for values in (prompt, recorded.early[number], recorded.full[number]))
-        columns_of_exits = int64s(exit_at[number])
+        scores: npt.NDArray[np.float32] = np.ascontiguousarray(recorded.scores[number], np.float32)
         totals, drafts, runs = (np.zeros(size, np.int64) for size in (4, columns, (positions, 2)))
-        arrays = (values.ctypes.data for values in (columns_of_exits, early, full))
+        arrays = (values.ctypes.data for values in (scores, early, full))
         results = (values.ctypes.data for values in (totals, drafts, runs))
         call("replay", drafting, ids.ctypes.data, len(ids), *arrays, positions, columns, *results)
         seconds += float(drafts @ np.array(costs.draft)) if columns else 0.0
@@ -186,7 +183,7 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
 
 def learned(checkpoints: int) -> Setting:
     """Returns the setting of the bundle's drafter and prompt lookup, whose gain no recording tells."""
-    return replace(off(checkpoints), prompt_lookup=LOOKUP, max_learned=max(DRAFTS), speedup=None)
+    return replace(off(checkpoints), prompt_lookup=LOOKUP, max_learned=DRAFTS, speedup=None)
 
 
 def off(checkpoints: int) -> Setting:
@@ -197,19 +194,17 @@ def off(checkpoints: int) -> Setting:
 def best_setting(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]]) -> Setting:
     """Returns the setting with the highest expected speed-up; all off, with speed-up 1, if none is faster.
 
-    Runs a coordinate ascent over the checkpoints' thresholds for each number of drafts, with and without prompt lookup.
+    Early exits draft or do not, with and without prompt lookup.
 
     Args:
         prompts: token ids of the prompts whose continuations were recorded.
     """
     columns = recorded.scores.shape[-1]
     nothing = off(columns)
-    lookup = _tried(recorded, costs, prompts, replace(nothing, prompt_lookup=LOOKUP))
-    tried = [nothing, lookup]
-    if columns:
-        starts = [replace(base, max_drafts=max_drafts) for base, max_drafts in product((nothing, lookup), DRAFTS)]
-        tried += [_ascend(recorded, costs, prompts, start) for start in starts]
-    return max(tried, key=_speedup)
+    exits = replace(nothing, thresholds=(0.0,) * columns, max_drafts=DRAFTS)
+    sources = [nothing, exits] if columns else [nothing]
+    settings = [*sources[1:], *(replace(one, prompt_lookup=LOOKUP) for one in sources)]
+    return max(nothing, *(_tried(recorded, costs, prompts, one) for one in settings), key=_speedup)
 
 
 def _speedup(setting: Setting) -> float:
@@ -220,20 +215,3 @@ def _speedup(setting: Setting) -> float:
 def _tried(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], setting: Setting) -> Setting:
     """Returns the setting with its expected speed-up."""
     return replace(setting, speedup=costs.plain / replay(recorded, costs, prompts, setting).seconds)
-
-
-def _ascend(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], start: Setting) -> Setting:
-    """Returns the best thresholds that changing one at a time finds."""
-    quantiles = np.linspace(0.02, 0.98, GRID)
-    current = start
-    for _ in range(SWEEPS):
-        before = current
-        for c in range(recorded.scores.shape[-1]):
-            grid = {0.0, *np.quantile(recorded.scores[..., c], quantiles).astype(np.float32).tolist(), MAX_THRESHOLD}
-            for value in sorted(min(max(value, 0.0), MAX_THRESHOLD) for value in grid):
-                thresholds = (*current.thresholds[:c], value, *current.thresholds[c + 1 :])
-                tried = _tried(recorded, costs, prompts, replace(current, thresholds=thresholds))
-                current = max(current, tried, key=_speedup)
-        if current == before:
-            break
-    return current

@@ -215,7 +215,7 @@ class LosslessReport:
 
     Attributes:
         checkpoints: the bundle's checkpoints.
-        setting: the best of the replay; all thresholds are 1.0 if none should be faster than full depth.
+        setting: the best of the replay; all off if none should be faster than full depth.
         costs: seconds of single steps on this machine.
         expected: the replay of `setting`.
         measured: the generations; none were made if no speed-up was expected.
@@ -257,7 +257,6 @@ class LosslessReport:
             "drafts": self.measured.drafts,
             "expected_speedup": setting.speedup,
             "expected_acceptance": _share(accepted, expected.drafted + expected.lookup_drafted),
-            "tried_thresholds": list(setting.thresholds),
             "tried_max_drafts": setting.max_drafts,
             "tried_lookup": setting.prompt_lookup,
             "tried_learned": setting.max_learned,
@@ -321,8 +320,8 @@ class LosslessReport:
         return table(["step", "ms", "x full"], rows)
 
     def _setting(self) -> str:
-        setting, thresholds = self.setting, ", ".join(map(_threshold, self.setting.thresholds))
-        exits = f"thresholds {thresholds}, at most {setting.max_drafts} early exits" if thresholds else "no early exits"
+        setting = self.setting
+        exits = f"at most {setting.max_drafts} early exits" if setting.max_drafts else "no early exits"
         if setting.max_learned:
             exits = f"up to {setting.max_learned} drafts of the drafter"
         if not setting.prompt_lookup:

@@ -109,15 +109,18 @@ tide_status tide_batch_lengths(tide_batch const* batch, std::size_t slot, std::i
 
 void tide_batch_free(tide_batch* batch) { delete batch; }
 
-tide_status tide_replay(char const* drafting, std::int64_t const* prompt, std::size_t count, std::int64_t const* left,
+tide_status tide_replay(char const* drafting, std::int64_t const* prompt, std::size_t count, float const* scores,
                         std::int64_t const* early, std::int64_t const* full, std::size_t positions,
                         std::size_t checkpoints, std::int64_t* counts, std::int64_t* exits, std::int64_t* runs) {
   return guarded([&] {
     tide::Drafting const given = tide::drafting_options(drafting);
     tide::check_drafting(given, checkpoints);
+    if (given.thresholds.size() != checkpoints) {
+      throw tide::GenerationError("drafting.thresholds must have one value per checkpoint");
+    }
     tide::DraftLimits limits(given);
     limits.costs = tide::given_costs(given);
-    tide::Recording const recording{vector_of(prompt, count), checkpoints, left, early, full, positions};
+    tide::Recording const recording{vector_of(prompt, count), checkpoints, scores, early, full, positions};
     tide::Replayed const replayed = tide::replay(recording, limits);
     tide::DraftCounts::Of const& of_exits = replayed.counts.of(tide::DraftSource::exit);
     tide::DraftCounts::Of const& lookup = replayed.counts.of(tide::DraftSource::lookup);

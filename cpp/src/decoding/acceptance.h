@@ -38,6 +38,10 @@ class Balance {
 };
 
 struct Balances {
+  void begin() noexcept {
+    for (Balance* const each : {&exits, &ngrams, &learned}) each->begin();
+  }
+
   Balance exits, ngrams, learned;  // by kind of draft; `ngrams`: of all text
 };
 

@@ -27,6 +27,7 @@ struct StepRequest {
   std::vector<std::int64_t> ids;
   std::int64_t logits_to_keep = 1;
   bool full = false;
+  std::vector<float> thresholds = {};  // in place of the sequence's; empty: these
 };
 
 // Who drafts: an early exit, the bundle's drafter, prompt lookup, or answers to earlier requests.

@@ -11,14 +11,14 @@ namespace {
 constexpr std::int64_t kMaxLearned = 8;
 constexpr double kDrafterCost = 0.1;
 constexpr double kHeadCost = 0.1;  // of a step of full depth
-constexpr double kWorth = 0.75;    // of such a step, what an exit that is accepted saves
 
 }  // namespace
 
 DraftLimits::DraftLimits(Drafting const& drafting)
     : max_drafts(drafting.max_drafts),
       prompt_lookup(drafting.prompt_lookup),
-      drafter(drafting.max_learned.value_or(kMaxLearned)) {}
+      drafter(drafting.max_learned.value_or(kMaxLearned)),
+      thresholds(drafting.thresholds) {}
 
 void DraftLimits::undo(std::int64_t tokens) {
   std::int64_t const most = (tokens - 1) / 2;  // by exits or the drafter, and as many n-grams after them
@@ -56,12 +56,7 @@ StepCosts given_costs(Drafting const& drafting) {
 }
 
 Drafting default_drafting(Manifest const& manifest) {
-  Drafting drafting{manifest.thresholds, 6, 8, {}, {}};
-  StepCosts const costs = assumed_costs(manifest);
-  for (std::size_t i = 0; i < costs.exits.size(); ++i) {
-    if (!(costs.exits[i] + costs.verify[0] < kWorth)) drafting.thresholds[i] = 1;
-  }
-  return drafting;
+  return {std::vector<double>(manifest.checkpoints.size(), 0.0), 6, 8, {}, {}};
 }
 
 }  // namespace tide

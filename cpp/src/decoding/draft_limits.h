@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "decoding/draft_costs.h"
 #include "tide/manifest.h"
@@ -22,6 +23,7 @@ struct DraftLimits {
   std::int64_t max_drafts = 0;     // early exits that one verification may cover; 0: none
   std::int64_t prompt_lookup = 0;  // tokens of one prompt-lookup draft, at most; 0: none
   std::int64_t drafter = 0;        // drafts of the bundle's drafter that one verification may cover; 0: none
+  std::vector<double> thresholds;  // one per checkpoint: a token whose score is not above does not exit to be a draft
   StepCosts costs;
   char const* costs_source = "assumed";  // as `Drafting::costs_source`
 };
@@ -35,7 +37,7 @@ StepCosts assumed_costs(Manifest const& manifest);
 // The costs that are given with a drafting, of which verify_costs are.
 StepCosts given_costs(Drafting const& drafting);
 
-// How a bundle drafts that was not tuned: by its exits, where an accepted one is expected to be worth its cost.
+// How a bundle drafts that was not tuned.
 Drafting default_drafting(Manifest const& manifest);
 
 }  // namespace tide

@@ -5,8 +5,9 @@
 #include <optional>
 
 #include "decoding/drafts.h"
-#include "decoding/prompt_lookup.h"
+#include "decoding/exit_drafts.h"
 #include "decoding/shared_drafting.h"
+#include "decoding/text_drafts.h"
 #include "room.h"
 
 namespace tide {
@@ -21,7 +22,7 @@ constexpr double kSpentTokens = 20, kSpentDecay = 0.97;
 struct Draft {
   Token token;
   DraftSource source;
-  std::size_t kind;  // of that source's drafts, see `Acceptance`; 0 of an exit
+  std::size_t kind;  // of that source's drafts, see `Acceptance` and `ExitShares`
 
   bool is_text() const { return source == DraftSource::lookup || source == DraftSource::answers; }
 };
@@ -44,14 +45,14 @@ class LosslessDecoder final : public Decoder {
         limits_(limits),
         stops_(std::move(stops)),
         context_(context),
-        owner_(owner),
         prediction_(std::move(prediction)),
         max_learned_(drafter == nullptr ? 0 : std::min(limits.drafter, drafter->max_rows / 2)),
         drafter_(max_learned_ > 0 ? drafter : nullptr),
         costs_(limits.costs),
         shared_(std::move(shared)),
+        text_(shared_, owner),
         learned_(drafter_ == nullptr ? std::vector<double>() : drafter_->acceptance) {
-    for (Balance* each : {&shared_->balances.exits, &shared_->balances.ngrams, &shared_->balances.learned}) each->begin();
+    shared_->record.balances.begin();
   }
 
   bool verifies() const override { return true; }
@@ -61,8 +62,8 @@ class LosslessDecoder final : public Decoder {
   void begin_block(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) override {
     new_ids_ = ids;
     if (length_ == 0) {
-      lookup_.extend(ids);
-      lookup_.extend(prediction_);
+      text_.extend(ids);
+      text_.extend(prediction_);
     }
     max_tokens_ = length_ == 0 ? 1 : max_tokens;  // a prompt needs every layer: no draft
     drafts_.clear();
@@ -153,7 +154,7 @@ class LosslessDecoder final : public Decoder {
     learned_.count(kind);
     if (drafts_.empty()) waiting_ = {rows, {}, {}};
     double const share = share_ * learned_.of(kind);
-    if (!pays(share, drafts_.size())) return false;
+    if (gain(share, drafts_.size()) < 0) return false;
     share_ = share;
     drafts_.push_back({{drafted->id, 0, 0}, DraftSource::learned, kind});
     next.ids[0] = drafted->id;
@@ -169,10 +170,12 @@ class LosslessDecoder final : public Decoder {
     if (!drafted_by(DraftSource::exit)) next.ids = new_ids_;
     auto const length = length_ + static_cast<std::int64_t>(next.ids.size() + first - ran);
     std::vector<Draft> drafts = drafts_;
-    if (!ends() && !waits()) draft_ngrams(drafts, length);
+    ExitChoice exit = may_exit(length) ? choose_exit() : ExitChoice();
+    if (!ends() && !waits()) draft_ngrams(drafts, length, exit.gain);
     for (std::size_t i = ran; i < drafts.size(); ++i) next.ids.push_back(drafts[i].token.id);
     next.logits_to_keep = static_cast<std::int64_t>(drafts.size()) + 1;
-    next.full = drafts.size() > first || !may_exit(length);
+    next.full = drafts.size() > first || exit.thresholds.empty();
+    if (!next.full) next.thresholds = std::move(exit.thresholds);
     drafts_ = std::move(drafts);
     request_ = std::move(next);
   }
@@ -181,12 +184,19 @@ class LosslessDecoder final : public Decoder {
   bool may_exit(std::int64_t length) const {
     auto const drafts = static_cast<std::int64_t>(drafts_.size());
     return !drafted_by(DraftSource::learned) && drafts < std::min(limits_.max_drafts, max_tokens_ - 1) &&
-           exits_cost_ < shared_->balances.exits.steps() && !ends() && length != context_;
+           !ends() && length != context_;
+  }
+
+  // Where one more draft by an exit is expected to pay; as long as they may lose so much, also to find out whether it does.
+  ExitChoice choose_exit() const {
+    ExitWorth worth{share_ * token_value(), limits_.costs.exits, limits_.thresholds};
+    for (std::size_t k = 0; k < worth.costs.size(); ++k) worth.costs[k] += verifying(drafts_.size(), depths_[k]);
+    return shared_->record.exits.choose(worth, exits_cost_ < shared_->record.balances.exits.steps());
   }
 
   // Adds n-grams to the drafts, after which the sequence has `length` tokens: up to a stop token, and as long as the next
-  // token is expected to save more than its verification costs.
-  void draft_ngrams(std::vector<Draft>& drafts, std::int64_t length) {
+  // token is expected to save more than its verification costs, the first one more than `exit_gain`.
+  void draft_ngrams(std::vector<Draft>& drafts, std::int64_t length, double exit_gain) {
     std::int64_t most = std::min(max_tokens_ - 1 - static_cast<std::int64_t>(drafts.size()), limits_.prompt_lookup);
     if (context_) most = std::min(most, *context_ - length);
     std::vector<std::int64_t> tokens = ids_of(drafts);
@@ -194,20 +204,27 @@ class LosslessDecoder final : public Decoder {
     double share = share_;
     for (std::int64_t made = 0; made < most; ++made) {
       if (made > 0 && stops_.count(tokens.back()) == 1) return;
-      auto draft = from_text(tokens);
-      if (!draft || costs_.verify(others_, tokens.size()) - before > shared_->balances.ngrams.steps()) return;
-      share *= share_of(*draft);
-      if (!pays(share, tokens.size()) || !sampler_.take_draft(draft->token.id)) return;
-      tokens.push_back(draft->token.id);
-      drafts.push_back(std::move(*draft));
+      auto const draft = text_.next(tokens);
+      if (!draft || costs_.verify(others_, tokens.size()) - before > shared_->record.balances.ngrams.steps()) return;
+      share *= draft->share;
+      if (gain(share, tokens.size()) < (made == 0 ? exit_gain : 0) || !sampler_.take_draft(draft->token)) return;
+      tokens.push_back(draft->token);
+      drafts.push_back({{draft->token, 0, 0}, draft->source, draft->kind});
     }
   }
 
   void draft_by_exit(StepResult const& result) {
     make_room(drafts_, 1);
-    drafts_.push_back({{sampler_.draft(result), result.exit_layer, passes(result)}, DraftSource::exit, 0});
+    std::int64_t const id = sampler_.draft(result, drafts_.size());
+    auto const checkpoint = static_cast<std::size_t>(result.segments_run - 1);
+    bool const scored = result.scores != nullptr;  // else all that was known of the score is that it was above the threshold
+    double const score = scored ? result.scores[checkpoint] : std::max(request_.thresholds[checkpoint], 0.0F);
+    std::size_t const kind = ExitShares::kind(checkpoint, score);
+    if (scored) shared_->record.exits.see(result.scores, checkpoint + 1);
+    share_ *= shared_->record.exits.of(kind);
+    drafts_.push_back({{id, result.exit_layer, passes(result)}, DraftSource::exit, kind});
     length_ += static_cast<std::int64_t>(request_.ids.size());
-    exits_cost_ += limits_.costs.exits[static_cast<std::size_t>(result.segments_run - 1)];
+    exits_cost_ += limits_.costs.exits[checkpoint];
   }
 
   // The drafts that the full model chooses too, from its logits of every draft, and its token after them. Only the sampler
@@ -237,7 +254,7 @@ class LosslessDecoder final : public Decoder {
       make_room(waiting_.ids, next.size());
       make_room(waiting_.hidden, next.size() * drafter_->width);
     }
-    lookup_.extend(ids);
+    text_.extend(ids);
     settle(accepted);
     if (drafter_ != nullptr) keep_rows(next, rejected);
     length_ += static_cast<std::int64_t>(request_.ids.size()) - static_cast<std::int64_t>(rejected);
@@ -267,9 +284,12 @@ class LosslessDecoder final : public Decoder {
   // What an accepted draft saves: what a token costs with drafts, as of late; without any it is 1.
   double token_value() const { return std::min(spent_ / made_, 1.0); }
 
-  // Whether a draft after so many is worth its verification, if all are accepted with this probability.
-  bool pays(double share, std::size_t drafts) const {
-    return share * token_value() >= costs_.marginal(others_, drafts);
+  // What a draft after so many saves less its verification, if all are accepted with this probability.
+  double gain(double share, std::size_t drafts) const { return share * token_value() - costs_.marginal(others_, drafts); }
+
+  // What verifying a draft after so many costs, of whose layers so many have run.
+  double verifying(std::size_t drafts, std::int64_t layers) const {
+    return costs_.marginal(others_, drafts) * (1 - static_cast<double>(layers) / static_cast<double>(depths_.back()));
   }
 
   // Whether drafts would only make it wait longer for the last sequence.
@@ -279,63 +299,44 @@ class LosslessDecoder final : public Decoder {
   bool learned_pays(std::size_t sharing) const {
     std::size_t const drafts = drafts_.size();
     double const cost = costs_.draft(others_, sharing);
-    if (drafter_cost_ + cost + costs_.verify(others_, drafts + 1) > shared_->balances.learned.steps()) return false;
-    double const worth = share_ * token_value();
-    auto const saved = [&](double share, std::size_t after) { return worth * share - costs_.marginal(others_, after); };
-    double gain = -cost, before = 1;  // `before`: that all drafts before one of this run are accepted
+    if (drafter_cost_ + cost + costs_.verify(others_, drafts + 1) > shared_->record.balances.learned.steps()) return false;
+    double gained = -cost, before = 1;  // `before`: that all drafts before one of this run are accepted
     for (std::size_t i = 0; i < std::min(drafter_->drafts_of_run(), room()); ++i) {
-      gain += learned_.mean([&](double share) { return std::max(saved(before * share, drafts + i), 0.0); });
+      gained += learned_.mean([&](double share) { return std::max(gain(share_ * before * share, drafts + i), 0.0); });
       before *= learned_.mean([](double share) { return share; });
     }
     std::size_t const old = drafts > 0 ? 0 : waiting_.ids.size() - 1;  // which it runs over once and for all
-    double const over_all = gain * std::min(static_cast<double>(max_tokens_), kHorizon);
-    if (gain < 0 || over_all < costs_.rows(others_, old)) return false;
-    auto const text = from_text(ids_of(drafts_));  // which costs no draft
-    return saved(text ? share_of(*text) : 0.0, drafts) <= gain;
+    double const over_all = gained * std::min(static_cast<double>(max_tokens_), kHorizon);
+    if (gained < 0 || over_all < costs_.rows(others_, old)) return false;
+    auto const text = limits_.prompt_lookup > 0 ? text_.next(ids_of(drafts_)) : std::nullopt;  // which costs no draft
+    return gain(share_ * (text ? text->share : 0.0), drafts) <= gained;
   }
 
-  // The draft from text that is accepted most often after these; none: no n-gram at their end occurred before.
-  std::optional<Draft> from_text(std::vector<std::int64_t> const& drafts) const {
-    if (limits_.prompt_lookup == 0) return std::nullopt;
-    std::optional<Draft> best;
-    auto const consider = [&](std::optional<PromptLookup::Match> const& match, DraftSource source) {
-      if (!match) return;
-      Draft draft{{match->token, 0, 0}, source, match->source};
-      if (!best || share_of(draft) > share_of(*best)) best = std::move(draft);
-    };
-    consider(lookup_.next(drafts), DraftSource::lookup);
-    auto const& answers = shared_->answers;
-    if (answers) consider(answers->next(owner_, lookup_.tail(drafts)), DraftSource::answers);
-    return best;
-  }
-
-  // The shares of a draft that is not by an exit.
-  Acceptance& shares_of(Draft const& draft) {
-    if (draft.source == DraftSource::answers) return shared_->answers->shares;
-    return draft.source == DraftSource::lookup ? ngrams_ : learned_;
-  }
-
-  double share_of(Draft const& text) const {
-    return (text.source == DraftSource::answers ? shared_->answers->shares : ngrams_).of(text.kind);
+  void record(Draft const& draft, bool accepted) noexcept {
+    if (draft.is_text()) return text_.record(draft.source, draft.kind, accepted);
+    if (draft.source == DraftSource::exit) return shared_->record.exits.record(draft.kind, accepted);
+    learned_.record(draft.kind, accepted);
   }
 
   // Counts a verification, which accepted so many of the drafts. Those after the first rejected show nothing.
   void settle(std::size_t accepted) noexcept {
     std::size_t const all = drafts_.size(), tokens = accepted + 1;
     std::size_t first = 0;  // before those from text
+    double first_cost = 0, cost = 0;
     for (std::size_t i = 0; i < all; ++i) {
       Draft const& draft = drafts_[i];
-      if (!draft.is_text()) ++first;
-      if (draft.source != DraftSource::exit && i < tokens) shares_of(draft).record(draft.kind, i < accepted);
+      double const verified = verifying(i, draft.token.exit_layer);
+      cost += verified;
+      if (!draft.is_text()) ++first, first_cost = cost;
+      if (i < tokens) record(draft, i < accepted);
       DraftCounts::Of& count = counts_.of(draft.source);
       ++count.drafted;
       count.accepted += i < accepted ? 1 : 0;
-      count.saved += (i < accepted ? 1 : 0) - costs_.marginal(others_, i);
+      count.saved += (i < accepted ? 1 : 0) - verified;
     }
     counts_.of(DraftSource::exit).saved -= exits_cost_;
     counts_.of(DraftSource::learned).saved -= drafter_cost_;
     std::size_t const first_accepted = std::min(accepted, first), ngrams_accepted = accepted - first_accepted;
-    double const first_cost = costs_.verify(others_, first), cost = costs_.verify(others_, all);
     if (length_ > 0) {  // of the prompt no token could be drafted
       double const spent = 1 + exits_cost_ + drafter_cost_ + cost;
       counts_.spent += spent;
@@ -344,9 +345,9 @@ class LosslessDecoder final : public Decoder {
     }
     double const first_gain = static_cast<double>(first_accepted) - first_cost;
     bool const learned = drafted_by(DraftSource::learned);
-    shared_->balances.exits.settle((learned ? 0.0 : first_gain) - exits_cost_, tokens);
-    shared_->balances.learned.settle((learned ? first_gain : 0.0) - drafter_cost_, tokens);
-    shared_->balances.ngrams.settle(static_cast<double>(ngrams_accepted) - cost + first_cost, tokens);
+    shared_->record.balances.exits.settle((learned ? 0.0 : first_gain) - exits_cost_, tokens);
+    shared_->record.balances.learned.settle((learned ? first_gain : 0.0) - drafter_cost_, tokens);
+    shared_->record.balances.ngrams.settle(static_cast<double>(ngrams_accepted) - cost + first_cost, tokens);
   }
 
   // Whether the drafts are by exits or by the drafter, not counting n-grams after them.
@@ -364,7 +365,6 @@ class LosslessDecoder final : public Decoder {
   DraftLimits const limits_;
   std::set<std::int64_t> const stops_;
   std::optional<std::int64_t> const context_;
-  std::int64_t const owner_;  // of earlier answers
   std::vector<std::int64_t> const prediction_;
   std::int64_t const max_learned_;   // drafts of the drafter before one verification
   DraftsInfo const* const drafter_;  // null: none
@@ -373,13 +373,13 @@ class LosslessDecoder final : public Decoder {
   std::int64_t max_tokens_ = 1;        // of the block
   std::vector<std::int64_t> new_ids_;  // that begin the block
   std::vector<Draft> drafts_;          // of the block, so far: by exits or by the drafter, then n-grams
-  mutable PromptLookup lookup_;        // notes what was added when it is first asked
   DraftRows waiting_, last_;           // of the drafter: of accepted tokens that it has not run over, of its last draft
   std::size_t vocabulary_ = 0;
 
   DraftCosts const costs_;
   std::shared_ptr<SharedDrafting> const shared_;
-  Acceptance ngrams_ = Acceptance::of_ngrams(), learned_;
+  TextDrafts text_;
+  Acceptance learned_;
   double share_ = 1;                                                 // probability that all drafts so far are accepted
   double exits_cost_ = 0, drafter_cost_ = 0;                         // of these, without their verification
   double spent_ = kTokenValue * kSpentTokens, made_ = kSpentTokens;  // what tokens of late cost, and how many

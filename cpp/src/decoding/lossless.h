@@ -1,12 +1,11 @@
 // Decodes in lossless mode: tokens that exit early are drafts, which one run of the deep segments over all pending tokens
 // verifies.
 //
-// A draft costs the shallow segments and the head. When the router is not sure, or enough drafts are pending, the last
-// segment runs over the pending tokens and gives full-depth logits for each. From these the sampler chooses each token as
-// mode `full` does, with the same noise and processing; a draft is accepted if it is that token. So greedy and sampled
-// tokens are those of `full` with the same seed. For a deterministic draft, this accepts as often as speculative rejection
-// (Leviathan et al. 2023, arXiv 2211.17192). Rejected tokens are undone by lowering the lengths of the K/V buffers: nothing
-// is copied. Self-speculative decoding with early exits is due to LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710); here
+// A draft costs the shallow segments and the head. Where no exit is expected to pay (`ExitShares`), the last segment runs over
+// the pending tokens and gives full-depth logits for each. From these the sampler chooses each token as mode `full` does,
+// with the same noise and processing; a draft, drawn with that noise too, is accepted if it is that token. So greedy and
+// sampled tokens are those of `full` with the same seed. Rejected tokens are undone by lowering the lengths of the K/V buffers:
+// nothing is copied. Self-speculative decoding with early exits is due to LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710); here
 // the verifying run is the catch-up of lazy depth, so no layer runs twice for a token. The same run verifies prompt-lookup
 // drafts and those of a bundle's drafter, which reads the final hidden states of verified tokens. `Acceptance` estimates
 // whether a draft pays.

@@ -1,6 +1,5 @@
 #include "decoding/replay.h"
 
-#include <algorithm>
 #include <numeric>
 
 #include "decoding/sampling.h"
@@ -10,7 +9,7 @@ namespace tide {
 
 Replayed replay(Recording const& recording, DraftLimits const& limits) {
   std::vector<std::int64_t> depths(recording.checkpoints + 1);
-  std::iota(depths.begin(), depths.end(), std::int64_t{1});  // what counts layers is not read
+  std::iota(depths.begin(), depths.end(), std::int64_t{1});  // as if checkpoints lay equally far apart
   auto const decoder = make_lossless_decoder(depths, std::nullopt, Sampler(GenerationConfig(), std::nullopt), limits, {},
                                              std::make_shared<SharedDrafting>(nullptr, 0));
   Replayed replayed;
@@ -26,8 +25,9 @@ Replayed replay(Recording const& recording, DraftLimits const& limits) {
       auto const count = static_cast<std::int64_t>(step.ids.size());
       length += count;
       auto const last = static_cast<std::size_t>(length - before);
-      auto const leaves = static_cast<std::size_t>(recording.left[last]);
-      auto const left = step.full ? recording.checkpoints : std::min(leaves, recording.checkpoints);
+      float const* const scores = recording.scores + last * recording.checkpoints;
+      std::size_t left = step.full ? recording.checkpoints : 0;
+      while (left < recording.checkpoints && !(scores[left] > step.thresholds[left])) ++left;
       std::vector<Candidates> choices;  // of which there is one at each position
       if (left < recording.checkpoints) {
         ++replayed.exits[left];
@@ -41,6 +41,7 @@ Replayed replay(Recording const& recording, DraftLimits const& limits) {
       StepResult result;
       result.rows = choices.size();
       result.candidates = choices.data();
+      result.scores = scores;
       result.exit_layer = result.segments_run = static_cast<std::int64_t>(left) + 1;
       block = decoder->take(result);
     }

@@ -14,7 +14,7 @@ namespace tide {
 struct Recording {
   std::vector<std::int64_t> prompt;
   std::size_t checkpoints = 0;
-  std::int64_t const* left;   // [positions], the checkpoint that the token leaves at; `checkpoints`: none
+  float const* scores;        // [positions, checkpoints], of the routers
   std::int64_t const* early;  // [positions, checkpoints], the token of an exit at each
   std::int64_t const* full;   // [positions], the token of full depth
   std::size_t positions = 0;

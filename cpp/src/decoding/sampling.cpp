@@ -271,13 +271,16 @@ Choice Sampler::operator()(StepResult const& result, std::size_t row) {
   return choice;
 }
 
-std::int64_t Sampler::draft(StepResult const& result) {
+std::int64_t Sampler::draft(StepResult const& result, std::size_t ahead) {
+  std::size_t const position = length_ + ahead;
   if (result.candidates != nullptr) {
     Candidates const& some = result.candidates[result.rows - 1];
-    return some.tokens[checked_best(some.logits.data(), some.logits.size())];
+    LogitsRow const row(some.logits.data(), some.logits.size());
+    return some.tokens[choose(row, some.logits.data(), some.logits.size(), some.tokens.data(), position)];
   }
-  auto const id =
-      static_cast<std::int64_t>(checked_best(processed(result.last(), result.vocabulary), result.vocabulary));
+  float const* const choices = processed(result.last(), result.vocabulary);
+  LogitsRow const row(choices, result.vocabulary);
+  auto const id = static_cast<std::int64_t>(choose(row, choices, result.vocabulary, nullptr, position));
   if (processing_) processing_->accept(id);
   return id;
 }

@@ -63,14 +63,13 @@ class Sampler {
   // token is left. The sampler is then as before.
   Choice operator()(StepResult const& result, std::size_t row);
 
-  // The most likely token of the last row, of an early exit, after the same processing. It is part of the sequence for
-  // further drafts, until the next token is chosen. Throws as above.
-  std::int64_t draft(StepResult const& result);
+  // A draft from the last row, of an early exit: drawn after the same processing and with the same noise as the token `ahead`
+  // places after the next one will be, so that it is that token nearly as often as both distributions overlap (coupled by
+  // Gumbel noise: Daliri et al. 2024, arXiv 2408.07978). It is part of the sequence for further drafts, until the next token
+  // is chosen. Throws as above.
+  std::int64_t draft(StepResult const& result, std::size_t ahead);
 
-  // A drafter's draft, from its logits of some tokens: drawn after the same processing and with the same noise as the token
-  // `ahead` places after the next one will be, so that it is that token nearly as often as both distributions overlap
-  // (coupled by Gumbel noise: Daliri et al. 2024, arXiv 2408.07978). It is part of the sequence for further drafts, until the next token
-  // is chosen. None: a constraint leaves none of these tokens.
+  // A drafter's draft, from its logits of some tokens, drawn alike. None: a constraint leaves none of these tokens.
   //
   // tokens: ascending, whose `logits` these are. vocabulary: of the model.
   std::optional<LikelyDraft> draft(float const* logits, std::vector<std::int64_t> const& tokens, std::size_t vocabulary,

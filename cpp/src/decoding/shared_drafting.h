@@ -1,4 +1,4 @@
-// Holds what all sequences that are decoded together know of drafts.
+// Holds what sequences know of drafts together.
 #pragma once
 
 #include <cstddef>
@@ -6,18 +6,26 @@
 
 #include "decoding/acceptance.h"
 #include "decoding/earlier_answers.h"
+#include "decoding/exit_drafts.h"
 
 namespace tide {
 
+// What the sequences of an engine have shown.
+struct DraftRecord {
+  Balances balances;
+  ExitShares exits;
+};
+
+// What those have that are decoded together.
 struct SharedDrafting {
-  // of_engine: balances that go on after these sequences; null: they begin anew. answer_bytes: of earlier answers to draft
+  // of_engine: what goes on after these sequences; null: it begins anew. answer_bytes: of earlier answers to draft
   // from; 0: none are kept.
-  SharedDrafting(Balances* of_engine, std::size_t answer_bytes) : balances(of_engine == nullptr ? own : *of_engine) {
+  SharedDrafting(DraftRecord* of_engine, std::size_t answer_bytes) : record(of_engine == nullptr ? own : *of_engine) {
     if (answer_bytes > 0) answers.emplace(answer_bytes);
   }
 
-  Balances own;  // used where the engine has none for them
-  Balances& balances;
+  DraftRecord own;  // used where the engine has none for them
+  DraftRecord& record;
   std::optional<EarlierAnswers> answers;
 };
 

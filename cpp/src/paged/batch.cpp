@@ -63,7 +63,7 @@ std::vector<PagedBatch::Running> PagedBatch::begin(std::vector<SlotRequest> cons
     PagedSequence& sequence = *sequences_[request.slot];
     std::int64_t const total = sequence.reserve(ids.size());
     all.push_back({{&request, &sequence, total}, static_cast<std::int64_t>(ids.size())});
-    if (sequence.scores) all.back().scores.assign(depths_.size() - 1, std::numeric_limits<float>::quiet_NaN());
+    if (sequence.scores && requests.size() == 1) all.back().scores.assign(depths_.size() - 1, std::numeric_limits<float>::quiet_NaN());
     ids_.insert(ids_.end(), ids.begin(), ids.end());
   }
   return all;
@@ -161,7 +161,7 @@ std::vector<StepResult> PagedBatch::results(std::vector<Running>& all) {
     result.vocabulary = vocabulary;
     result.exit_layer = depths_[*one.exit];
     result.segments_run = static_cast<std::int64_t>(one.segments_run);
-    if (sequence.scores) result.scores = sequence.router_scores.data();
+    if (sequence.scores && all.size() == 1) result.scores = sequence.router_scores.data();
     result.states = sequence.final_states.data();
     result.state_width = sequence.draft_states ? final_size_ : width;
     result.state_rows = sequence.final_states.size() / result.state_width;

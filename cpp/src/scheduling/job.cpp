@@ -32,6 +32,7 @@ void Job::begin(Sequence& sequence, std::shared_ptr<Audit> const& audit, DraftsI
   sequence.candidates = scores_ ? 0 : decoder_->candidates();
   sequence.states = request_->states && request_->mode == Mode::full;
   sequence.exit_state = request_->states && request_->mode == Mode::exit;
+  sequence.scores = decoder_->verifies();
   sequence.draft_states = decoder_->reads_hidden();
   sequence_ = &sequence;
 }

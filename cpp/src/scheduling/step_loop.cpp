@@ -34,7 +34,7 @@ StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batc
       kv_tokens_(is_stream ? kNoLimit : kv_tokens_of(*batch_, backend_->manifest(), limits)),
       audit_(std::move(audit)),
       is_stream_(is_stream),
-      shared_(std::make_shared<SharedDrafting>(MeasuredCosts::are_assumed() ? nullptr : &backend_->balances(),
+      shared_(std::make_shared<SharedDrafting>(MeasuredCosts::are_assumed() ? nullptr : &backend_->draft_record(),
                                                static_cast<std::size_t>(limits.answer_bytes))),
       slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
@@ -282,6 +282,9 @@ void StepLoop::choose_steps() noexcept {
       if (prefixes_ != nullptr && job.reads_prompt()) limit = std::min(limit, prefixes_->max_step_tokens(slot, job.prompt()));
       steps_[slot] = job.next_step(limit, prefixes_ != nullptr && prefixes_->has_states());
       tokens_ += job.decoder().planned() - before;
+      if (steps_[slot] != nullptr && !steps_[slot]->thresholds.empty()) {
+        batch_->sequence(slot).rule.thresholds = steps_[slot]->thresholds;
+      }
     } catch (...) {
       fail(slot, std::current_exception());
       continue;

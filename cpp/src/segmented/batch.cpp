@@ -64,17 +64,17 @@ std::vector<StepResult> SegmentedBatch::run_step(std::vector<SlotRequest> const&
   std::vector<Running> all = begin(requests);
   buffers_->record_runs(true);
   for (Running& one : all) run_first_parts(one);
-  bool const scores = all.size() == 1 && all[0].sequence->scores;
+  bool const scored = all.size() == 1 && all[0].sequence->scores, scores = scored && !all[0].request->request.full;
   bool const on_device = run_on_device(all, scores);
   if (!on_device) {
     walk_segments(all, depths_.size(), compaction_threshold_,
                   [&](std::size_t k, Steps const& scheduled) { run(k, scheduled, scores); });
     run_head(all);
   }
-  if (scores) read_scores(all[0], on_device);
+  if (scored) read_scores(all[0], on_device);
   std::vector<StepResult> step_results;
   for (Running const& one : all) step_results.push_back(result(one));
-  if (scores) step_results[0].scores = scores_.data();
+  if (scored) step_results[0].scores = scores_.data();
   for (Running& one : all) std::fill_n(one.sequence->lengths.begin(), one.segments_run, one.total);
   return step_results;
 }

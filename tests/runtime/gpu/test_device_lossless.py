@@ -20,6 +20,7 @@ from tide_export.names.networks import segment_name
 from tide_export.runtime.engine import Engine, open_engine
 
 ALWAYS = 0.0
+CHEAP = Drafting((ALWAYS, ALWAYS), 4, 8, (0.05, 0.1), DEFAULT_VERIFY_COSTS)  # so that much is drafted
 THREE = PROMPTS[1:4]  # as many as there are slots
 
 
@@ -69,6 +70,7 @@ def test_greedy_tokens_are_the_full_model_s(
     lookup: int,
 ) -> None:
     given = options(exits, max_pending, lookup)
+    graph, batching = (engine.drafting_as(CHEAP) for engine in (graph, batching))
     for share in (None, 0.5, 1.0):  # whoever comes along: the very decisions of the graph
         found, expected = (together(one, THREE, compaction_threshold=share, **given) for one in (batching, graph))
         assert [facts(one) for one in found] == [facts(one) for one in expected]
