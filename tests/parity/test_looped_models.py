@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 
 from tide_export.bundle.file_names import WEIGHTS_FILE
 from tide_export.bundle.manifest import Quantization
+from tide_export.bundle.opened import open_bundle
+from tide_export.calibration.config import TideConfig
 from tide_export.cli.main import main
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.flow import export
@@ -23,6 +26,9 @@ from tide_export.routers.model_gate import gate_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.scheduler import SchedulerLimits
+from tide_export.tuning import drafter_gain
+from tide_export.tuning.report import Comparison
+from tide_export.tuning.request import LosslessRequest
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.oracle import oracle
 from tide_export.verify.parity import check_exit, check_full, check_lossless
@@ -55,10 +61,31 @@ def model(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    bundle = export(
-        str(folder), tmp_path_factory.mktemp("bundle") / "b", routers="model", weights="fp32", trust_remote_code=True
-    )
+    output, config = tmp_path_factory.mktemp("bundle") / "b", TideConfig(epsilon=0.0)  # nothing is measured
+    bundle = export(str(folder), output, config=config, routers="model", weights="fp32", trust_remote_code=True)
     return load(bundle, provider="cpu", threads=1)
+
+
+@pytest.mark.parametrize(("speed", "mode"), [(1.4, "lossless"), (0.97, "full")])
+def test_export_measures_what_the_gate_gains_as_drafts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speed: float, mode: str
+) -> None:
+    """Without calibration nothing bounds what exits change; drafts change nothing."""
+    compared: list[int] = []
+
+    def compare(one: Engine, other: Engine, prompts: list[list[int]], request: LosslessRequest) -> Comparison:
+        compared.append(len(prompts))
+        assert one.generate(prompts[0], mode="lossless", max_new_tokens=request.new_tokens).tokens
+        return Comparison(speed)
+
+    monkeypatch.setattr(drafter_gain, "compare", compare)
+    options: dict[str, Any] = {"routers": "model", "weights": "fp32", "trust_remote_code": True, "validate": False}
+    auto = open_bundle(export(str(folder), tmp_path / "b", **options)).manifest.auto
+    assert auto is not None
+    assert (auto.mode, auto.lossless_speedup, auto.exit_speedup, compared) == (mode, speed, None, [12])
+    off = TideConfig(epsilon=0.0)
+    assert open_bundle(export(str(folder), tmp_path / "c", config=off, **options)).manifest.auto is None
+    assert compared == [12]
 
 
 def test_weights_are_stored_once_and_keys_and_values_for_every_loop(engine: Engine, folder: Path, capsys) -> None:

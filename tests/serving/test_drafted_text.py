@@ -64,7 +64,9 @@ def test_a_prediction_of_another_form_is_refused(server: Running, prediction: An
 def test_answers_are_drafted_from_those_of_the_same_salt_and_counted(server: Running) -> None:
     before = of_source(server, "tide_drafts_total"), of_source(server, "tide_draft_saved_seconds")
     full = answer(server, mode="full")["choices"][0]["text"]
-    first, again, others = (answer(server, mode="lossless", cache_salt=salt) for salt in ("ours", "ours", "theirs"))
+    first, again, others = (  # by text alone, as what is known of exits is everybody's
+        answer(server, mode="lossless", threshold=1.0, cache_salt=salt) for salt in ("ours", "ours", "theirs")
+    )
     assert {one["choices"][0]["text"] for one in (first, again, others)} == {full}
     assert details(again)[0] > details(first)[0]
     assert details(others) == details(first)

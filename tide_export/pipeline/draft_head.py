@@ -6,6 +6,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from tide_export.bundle.auto_mode import sentence
 from tide_export.bundle.file_names import DRAFTER_FILE, network_file
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
@@ -28,9 +29,10 @@ from tide_export.names.networks import DRAFTER
 from tide_export.names.step_graph import DRAFT_HEAD_FUSION
 from tide_export.pipeline.request import ExportRequest
 from tide_export.pipeline.weights import Lowering, lowering
+from tide_export.routers.model_gate import MODEL_GATE
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.tensorrt.plugins import NONE
-from tide_export.tuning.drafter_gain import with_head
+from tide_export.tuning.drafter_gain import with_exits, with_head
 
 logger = logging.getLogger("tide_export")
 
@@ -112,10 +114,25 @@ def write_drafter(folder: Path, manifest: Manifest, given: GivenHead) -> Manifes
     return manifest
 
 
-def keep_if_it_pays(folder: Path, manifest: Manifest, request: ExportRequest) -> None:
-    """Measures what a head that was not asked for gains in the new bundle, and removes it if nothing."""
-    if manifest.drafter is None or not request.looks_for_own_head:
-        return
+def measure_drafts(folder: Path, manifest: Manifest, request: ExportRequest) -> None:
+    """Measures what drafts gain in the new bundle: by its exits, or by a head that was not asked for."""
+    if manifest.drafter is not None and request.looks_for_own_head:
+        _keep_if_it_pays(folder, manifest)
+    elif manifest.drafter is None and _exits_may_pay(manifest, request):
+        with stage("measuring what exits gain as drafts"):
+            measured = with_exits(folder)
+        logger.info("%s", sentence(measured.auto))
+        write_manifest(folder, measured, manifest.files)
+
+
+def _exits_may_pay(manifest: Manifest, request: ExportRequest) -> bool:
+    """Whether exits save anything by their calibration, or the model was trained with them."""
+    calibrated = manifest.auto is not None and manifest.auto.exit_speedup is not None
+    return calibrated or (request.routers == MODEL_GATE and request.config.epsilon > 0)
+
+
+def _keep_if_it_pays(folder: Path, manifest: Manifest) -> None:
+    """Measures the head, and removes it if it gains nothing."""
     with stage("measuring what the draft head gains here"):
         measured, comparison = with_head(folder)
     if required(measured.drafting).max_learned == 0:

@@ -16,7 +16,7 @@ from tide_export.model.failures import explained
 from tide_export.model.source import load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
-from tide_export.pipeline.draft_head import compose, fusion, given_head, keep_if_it_pays, write_drafter
+from tide_export.pipeline.draft_head import compose, fusion, given_head, measure_drafts, write_drafter
 from tide_export.pipeline.pieces import trace_and_cut
 from tide_export.pipeline.preflight import check_source, for_model, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
@@ -52,7 +52,7 @@ def export(request: ExportRequest) -> Path:
                 check_export(folder, manifest, references)
                 check_fp8_plans(folder, request.plugin_library)
         auto = measure_auto(folder, manifest, request.config.epsilon, request.config.perplexity_epsilon)
-        keep_if_it_pays(folder, write_manifest(folder, replace(manifest, auto=auto), manifest.files), request)
+        measure_drafts(folder, write_manifest(folder, replace(manifest, auto=auto), manifest.files), request)
     return Path(request.output)
 
 

@@ -1,4 +1,4 @@
-"""Measures the speed-up of a bundle's drafter, after `draft` or `export` has written it."""
+"""Measures the speed-up of a bundle's drafts, after `draft` or `export` has written it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -8,7 +8,7 @@ from typing import Any
 from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
-from tide_export.tuning.auto import PROVIDER, TEMPERATURE, affordable_tokens, shipped_prompts, with_lossless
+from tide_export.tuning.auto import PROVIDER, ROUNDS, TEMPERATURE, affordable_tokens, shipped_prompts, with_lossless
 from tide_export.tuning.lossless import MIN_SPEEDUP, compare
 from tide_export.tuning.replay import learned, off
 from tide_export.tuning.report import Comparison
@@ -51,8 +51,26 @@ def with_drafter(
 
 def with_head(bundle: Path) -> tuple[Manifest, Comparison]:
     """Compares lossless mode with the draft head of `bundle` to full depth, on shipped prompts."""
+    engine, prompts, new_tokens = _opened(bundle)
+    return with_drafter(engine, prompts, TEMPERATURE, new_tokens)
+
+
+def with_exits(bundle: Path) -> Manifest:
+    """Compares lossless mode with drafts by exits and text to full depth, on shipped prompts.
+
+    Returns:
+        The manifest with mode auto, which is lossless if that is the fastest.
+    """
+    engine, prompts, new_tokens = _opened(bundle)
+    request = LosslessRequest(dataset="", prompts=len(prompts), new_tokens=new_tokens, temperature=TEMPERATURE)
+    measured = compare(engine, engine, prompts * ROUNDS, request)
+    auto = with_lossless(engine, measured.speedup, replace(request, slots=()), prompts)
+    return replace(engine.manifest, auto=auto)
+
+
+def _opened(bundle: Path) -> tuple[Engine, list[list[int]], int]:
+    """Returns an engine on `bundle`, shipped prompts, and how many tokens to generate after each."""
     engine = load(bundle, provider=PROVIDER, verify=False)
     full = GenerationConfig(mode="full", temperature=TEMPERATURE, stop_token_ids=())
     prompts = shipped_prompts(engine)
-    new_tokens = affordable_tokens(engine, [full, replace(full, mode="lossless")], prompts)
-    return with_drafter(engine, prompts, TEMPERATURE, new_tokens)
+    return engine, prompts, affordable_tokens(engine, [full, replace(full, mode="lossless")], prompts)
