@@ -26,6 +26,7 @@ from tiny_configs import (
     LAYERS,
     LLAMA3,
     LONGROPE,
+    SCALED_LONGROPE,
     SIZES,
     TINY,
     TWO_SLIDING,
@@ -242,13 +243,7 @@ FAMILIES: dict[str, Family] = {
         lambda: tf.Phi3Config(**GROUPED, **rope("default", partial_rotary_factor=0.75)), ("partial rotary",)
     ),
     "phimoe": Family(
-        lambda: tf.PhimoeConfig(
-            **GROUPED,
-            **EXPERTS,
-            attention_bias=True,
-            lm_head_bias=True,
-            rope_parameters=LONGROPE["rope_parameters"] | {"short_mscale": 1.2, "long_mscale": 1.3},
-        ),
+        lambda: tf.PhimoeConfig(**GROUPED, **EXPERTS, **SCALED_LONGROPE, attention_bias=True, lm_head_bias=True),
         ("longrope rotary scaling", "experts", "biases", "biased head"),
         note="up to original_max_position_embeddings, where another factor begins",
     ),

@@ -74,6 +74,7 @@ LONGROPE = rope(
     factor=4.0,
     original_max_position_embeddings=CONTEXT // 2,
 )
+SCALED_LONGROPE = {"rope_parameters": LONGROPE["rope_parameters"] | {"short_mscale": 1.2, "long_mscale": 1.3}}
 
 
 @dataclass(frozen=True)

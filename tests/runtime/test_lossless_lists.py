@@ -106,3 +106,23 @@ def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]],
     found = never.generate(prompts[:2], max_new_tokens=NEW_TOKENS, mode="lossless", stop_token_ids=[])
     assert tokens_of(found) == full[:2]
     assert not any(one.stats.drafted for one in found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_exits_that_cost_little_draft_much_and_change_nothing(
+    engine: Engine, prompts: list[list[int]], temperature: float
+) -> None:
+    """Sampled drafts have the noise of the token that they guess, in a list as alone, where the scores are known."""
+    count, seeds = len(engine.manifest.checkpoints), list(range(len(prompts)))
+    cheap = engine.drafting_as(Drafting((ALWAYS,) * count, 6, 0, (0.05,) * count, (0.01,) * 5))
+    given = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "stop_token_ids": []}
+    expected = [
+        engine.generate(p, mode="full", seed=seed, **given).tokens for p, seed in zip(prompts, seeds, strict=True)
+    ]
+    together = cheap.generate(prompts, mode="lossless", seed=seeds, **given)
+    alone = [cheap.generate(p, mode="lossless", seed=seed, **given) for p, seed in zip(prompts, seeds, strict=True)]
+    for made in (together, alone):
+        assert tokens_of(made) == expected
+        drafted, accepted = (sum(one.stats.drafts["exit"][n] for one in made) for n in range(2))
+        assert drafted > 60
+        assert accepted > drafted / 4

@@ -298,10 +298,11 @@ TIDE_API void tide_request_free(tide_request* request);   /* does not cancel it 
 
 /* --- drafting ------------------------------------------------------------------------------------------------------ */
 
-/* Replays lossless mode on a recorded continuation of a prompt, without a model. drafting: a JSON object, as in a manifest;
- * whose "thresholds" are one per checkpoint. scores [positions, checkpoints]: of the routers; early [positions, checkpoints] and full [positions]: the tokens of each exit and of full depth. Sets counts [4]: tokens
- * drafted, accepted, drafted by n-grams, and accepted of these; exits [checkpoints]: drafts at each; runs [positions, 2]: the
- * pending and the new tokens of each verifying run after the first token, unused ones 0. */
+/* Replays lossless mode on a recorded continuation of a prompt, without a model. drafting: a JSON object, as in a manifest,
+ * whose "thresholds" are one per checkpoint. scores [positions, checkpoints]: of the routers; early [positions, checkpoints]
+ * and full [positions]: the tokens of each exit and of full depth. Sets counts [4]: tokens drafted, accepted, drafted by
+ * n-grams, and accepted of these; exits [checkpoints]: drafts at each; runs [positions, 2]: the pending and the new tokens
+ * of each verifying run after the first token, unused ones 0. */
 TIDE_API tide_status tide_replay(const char* drafting, const int64_t* prompt, size_t count, const float* scores,
                                  const int64_t* early, const int64_t* full, size_t positions, size_t checkpoints,
                                  int64_t* counts, int64_t* exits, int64_t* runs);

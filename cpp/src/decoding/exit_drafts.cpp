@@ -10,11 +10,11 @@ namespace tide {
 namespace {
 
 constexpr std::size_t kScoreIntervals = kConfidences.size();
-constexpr double kPrior = 4;      // drafts that the share expected of a kind counts as
-constexpr double kUntried = 0.3;  // share expected of a score of 0
-constexpr double kHopeful = 0.75; // the same while exploring; of a score of 1 it is 1
-constexpr double kRemembered = 0.995;   // of what is known, at each choice: what was unlucky is tried again
-constexpr double kSeenKept = 0.99;
+constexpr double kPrior = 4;           // drafts that the share expected of a kind counts as
+constexpr double kUntried = 0.3;       // share expected of a score of 0
+constexpr double kHopeful = 0.75;      // the same while exploring; of a score of 1 it is 1
+constexpr double kRemembered = 0.995;  // of drafts so far, at each choice: what was unlucky is tried again
+constexpr double kSeenKept = 0.99;     // of a checkpoint's scores so far, at each new one
 constexpr float kAnyScore = -1;
 
 }  // namespace

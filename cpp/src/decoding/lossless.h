@@ -5,8 +5,8 @@
 // the pending tokens and gives full-depth logits for each. From these the sampler chooses each token as mode `full` does,
 // with the same noise and processing; a draft, drawn with that noise too, is accepted if it is that token. So greedy and
 // sampled tokens are those of `full` with the same seed. Rejected tokens are undone by lowering the lengths of the K/V buffers:
-// nothing is copied. Self-speculative decoding with early exits is due to LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710); here
-// the verifying run is the catch-up of lazy depth, so no layer runs twice for a token. The same run verifies prompt-lookup
+// nothing is copied. Self-speculative decoding with early exits is due to LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710);
+// here the verifying run is the catch-up of lazy depth, so no layer runs twice for a token. The same run verifies prompt-lookup
 // drafts and those of a bundle's drafter, which reads the final hidden states of verified tokens. `Acceptance` estimates
 // whether a draft pays.
 #pragma once

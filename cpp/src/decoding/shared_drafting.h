@@ -1,4 +1,4 @@
-// Holds what sequences know of drafts together.
+// Holds what is known of drafts: by all sequences of an engine, and by those that are decoded together.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct DraftRecord {
   ExitShares exits;
 };
 
-// What those have that are decoded together.
+// What those share that are decoded together.
 struct SharedDrafting {
   // of_engine: what goes on after these sequences; null: it begins anew. answer_bytes: of earlier answers to draft
   // from; 0: none are kept.

@@ -63,7 +63,9 @@ std::vector<PagedBatch::Running> PagedBatch::begin(std::vector<SlotRequest> cons
     PagedSequence& sequence = *sequences_[request.slot];
     std::int64_t const total = sequence.reserve(ids.size());
     all.push_back({{&request, &sequence, total}, static_cast<std::int64_t>(ids.size())});
-    if (sequence.scores && requests.size() == 1) all.back().scores.assign(depths_.size() - 1, std::numeric_limits<float>::quiet_NaN());
+    if (sequence.scores && requests.size() == 1) {
+      all.back().scores.assign(depths_.size() - 1, std::numeric_limits<float>::quiet_NaN());
+    }
     ids_.insert(ids_.end(), ids.begin(), ids.end());
   }
   return all;
