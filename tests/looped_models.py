@@ -27,12 +27,13 @@ def own_code(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
         patch.syspath_prepend(str(folder))
-        _forget_code()
+        forget_code()
         yield
-        _forget_code()
+        forget_code()
 
 
-def _forget_code() -> None:
+def forget_code() -> None:
+    """Lets transformers read the code of models again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         del sys.modules[name]
 

@@ -158,15 +158,15 @@ class Costs:
     def of(self, work: Work, checkpoints: int, depth: int) -> dict[str, float]:
         """Returns the seconds of each part of `work`."""
         kept = work.train + work.held_out
-        measured = work.held_out * (checkpoints + 1) + CURVE_TOKENS * depth
+        layers = self.model * 4 * CURVE_TOKENS + self.head * MEASURED * CURVE_TOKENS * depth
         looked_at = min(work.held_out, VALIDATION_TOKENS)
         return {
-            f"reading {work.read + work.again:,} tokens": self.model * (work.read + work.again + 4 * CURVE_TOKENS),
+            f"reading {work.read + work.again:,} tokens": self.model * (work.read + work.again) + layers,
             f"fitting {checkpoints} lenses to {work.lens:,}": work.lens * (self.target + checkpoints * self.lens)
             + (self.head * MEASURED * looked_at * (MEASUREMENTS + 1) * (checkpoints + 1) if work.lens else 0.0),
             f"fitting {checkpoints} routers to {work.train:,}": self.head * kept * (1 + LABELS * checkpoints)
             + self.router * work.train * checkpoints,
-            "measuring": self.head * MEASURED * measured + self.changed * work.held_out * checkpoints,
+            "measuring": (self.head * MEASURED * (checkpoints + 1) + self.changed * checkpoints) * work.held_out,
         }
 
 

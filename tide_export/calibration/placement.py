@@ -17,6 +17,7 @@ from tide_export.calibration.config import TideConfig
 from tide_export.calibration.evaluate import count_costs
 from tide_export.calibration.labels import Target, blocks, normalize, predict
 from tide_export.calibration.parallel import in_parallel
+from tide_export.common.progress import stage
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
@@ -95,8 +96,10 @@ def measure_layers(
                 kl[rows, layers - 1] = target.divergence(here).numpy()
                 cosine[rows, layers - 1] = torch.cosine_similarity(raw, last, dim=-1).numpy()
 
-    for _ in in_parallel(source, measure, blocks(source, sample.kept)):
-        pass
+    parts = list(blocks(source, sample.kept))
+    with stage("comparing its layers", total=float(len(parts))) as advance:
+        for _ in in_parallel(source, measure, parts):
+            advance(1)
     return LayerStatistics(unchanged, kl, cosine)
 
 

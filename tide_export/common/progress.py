@@ -8,6 +8,7 @@ has only results and `--json`. Elsewhere (CI, a log file) the logger "tide_expor
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -58,14 +59,18 @@ def quiet_loggers(level: int, *names: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hides transformers' progress bars and its and accelerate's warnings while the context is open."""
+    """Hides transformers' progress bars and its and accelerate's warnings while the context is open.
+
+    And Python's warnings that a model's own code uses what transformers will remove.
+    """
     from transformers.utils import logging as hf_logging
 
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        with quiet_loggers(logging.ERROR, "accelerate.big_modeling"):
+        with quiet_loggers(logging.ERROR, "accelerate.big_modeling"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         hf_logging.set_verbosity(verbosity)

@@ -5,13 +5,15 @@ config, whose sizes are bounded before transformers makes anything of them.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import get_ident
+from traceback import extract_tb
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -24,6 +26,7 @@ from transformers.utils.import_utils import is_gguf_available
 
 from tide_export.common.progress import quiet_transformers
 from tide_export.errors import ModelError, UnsupportedModelError, first_line
+from tide_export.model.older_code import older_code
 from tide_export.model.paths import GGUF, check_model, is_gguf
 
 WEIGHT_FILES = (GGUF, ".safetensors", ".bin")
@@ -46,7 +49,8 @@ def opened(name: str, trust_remote_code: bool) -> Iterator[tuple[str, dict[str, 
         ModelError: the package that reads GGUF files is missing.
     """
     if not is_gguf(name):
-        yield name, {"trust_remote_code": trust_remote_code}
+        with older_code() if trust_remote_code else nullcontext():
+            yield name, {"trust_remote_code": trust_remote_code}
         return
     if not is_gguf_available():
         raise ModelError(f"reading {name} needs the package 'gguf': pip install -e '.[gguf]' in the clone")
@@ -79,9 +83,9 @@ def read_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def code_error(name: str, error: Exception) -> ModelError | None:
-    """Returns the error for what transformers raised about the Python code of model `name`.
+    """Returns the error for what transformers or the Python code of model `name` raised.
 
-    None for any other.
+    None for what is not about that code.
     """
     copies = dynamic_module_utils.HF_MODULES_CACHE
     if isinstance(error, OSError) and str(error.filename or "").startswith(copies):
@@ -91,6 +95,13 @@ def code_error(name: str, error: Exception) -> ModelError | None:
         )
     if "trust_remote_code=True" in str(error):  # in each of its refusals to run code
         return remote_code_refused(name)
+    own = [frame for frame in extract_tb(error.__traceback__) if frame.filename.startswith(copies)]
+    if own:
+        return ModelError(
+            f"the Python code of model {name!r} fails at {Path(own[-1].filename).name}:{own[-1].lineno} "
+            f"({type(error).__name__}: {first_line(error)}): it may be written for another transformers than "
+            f"{transformers.__version__}; look for newer code of this model"
+        )
     return None
 
 

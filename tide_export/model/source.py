@@ -162,9 +162,7 @@ class SourceModel:
         attention_mask: torch.Tensor | None = None,
         keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Returns only the raw hidden states of `run`, [B, S, D] each.
-
-        It does not compute all logits, the largest tensor.
+        """Returns only the raw hidden states of `run`, [B, S, D] each, without all logits, the largest tensor.
 
         `keep`, if given, is applied to each as soon as it is computed, and its result is kept instead.
         """

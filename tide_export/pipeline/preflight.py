@@ -12,7 +12,7 @@ from tide_export.common.formatting import size
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
-from tide_export.model.source import SourceModel
+from tide_export.model.source import EXIT_THRESHOLD, SourceModel
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.model_gate import MODEL_GATE, gate_threshold
 from tide_export.routers.router_set import RouterSet
@@ -22,6 +22,7 @@ from tide_export.trace.recurrence import keeps_state, refuse_unknown_state
 
 logger = logging.getLogger("tide_export")
 
+CHOOSE = "give it a lower --threshold, or use lossless mode, which finds its own"
 BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int4": 4}  # per weight; others have 32
 
 
@@ -72,6 +73,8 @@ def for_model(source: SourceModel, request: ExportRequest) -> ExportRequest:
     config = loop_defaults(source, request.config)
     if threshold is not None and "exit_threshold" not in config.model_fields_set:
         config = config.model_copy(update={"exit_threshold": threshold})
+        if threshold == 1:
+            logger.info("%s of %s is 1, so mode exit runs all loops: %s", EXIT_THRESHOLD, source.name, CHOOSE)
     return replace(request, config=config)
 
 

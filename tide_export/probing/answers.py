@@ -14,9 +14,9 @@ from tide_export.errors import CalibrationError, ProbeError
 from tide_export.model.source import SourceModel
 
 PROMPTS = 32
-NEW_TOKENS = 64  # maximum of an answer
+NEW_TOKENS = 48  # maximum of an answer
 MAX_PROMPT_TOKENS = 96
-ROWS = 16  # answers sampled together
+ROWS = 32  # answers sampled together
 SPARE = 4  # prompts made for each that is used, because some are too long
 
 

@@ -5,6 +5,7 @@ import torch
 from tide_export.common.formatting import size
 from tide_export.common.progress import quiet_transformers
 from tide_export.errors import ProbeError
+from tide_export.model.older_code import older_code
 from tide_export.model.pretrained import bounded_sizes, read_config
 from tide_export.model.source import auto_class
 from tide_export.runtime.memory import memory_left
@@ -27,7 +28,7 @@ def check_memory(name: str, trust_remote_code: bool) -> int:
     config = read_config(name, trust_remote_code)
     kind = auto_class(config, name, trust_remote_code)
     options = {"trust_remote_code": True} if trust_remote_code else {}
-    with quiet_transformers(), bounded_sizes(name), torch.device("meta"):
+    with quiet_transformers(), bounded_sizes(name), older_code(), torch.device("meta"):
         parameters: int = kind.from_config(config, **options).num_parameters()
     needed, left = int(parameters * FLOAT32 * WORKING) + OTHER, memory_left()
     if needed > left:
