@@ -22,7 +22,7 @@ OLDER = {
     "            inputs_embeds=hidden_states,\n": (
         "            input_embeds=hidden_states,\n            cache_position=position_ids[0],\n"
     ),
-    "class LoopedModel": '''class LoopedRotaryEmbedding(nn.Module):
+    "class LoopedModel": """class LoopedRotaryEmbedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, self.rope_type = config, "default"
@@ -31,7 +31,7 @@ OLDER = {
         self.original_inv_freq = self.inv_freq
 
 
-class LoopedModel''',
+class LoopedModel""",
     "        self.total_ut_steps = config": (
         "        self.rotary_emb = LoopedRotaryEmbedding(config)\n        self.total_ut_steps = config"
     ),
