@@ -9,6 +9,7 @@ from looped_models import forget_code, make_looped, own_code
 from transformers import masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tide_export.calibration.self_generated import sample_answers
 from tide_export.errors import ModelError
 from tide_export.model.older_code import MASKS, older_code
 from tide_export.model.source import load_model
@@ -92,3 +93,14 @@ def test_code_that_fails_is_named(folder: Path) -> None:
     said = rf"fails at modeling_looped.py:{number} \(KeyError: .*gone.*look for newer code of this model"
     with pytest.raises(ModelError, match=said):
         load_model(folder, trust_remote_code=True)
+
+
+def test_it_answers_prompts_with_a_cache_for_every_loop(folder: Path) -> None:
+    source = load_model(folder, trust_remote_code=True)
+    prompts = [[5, 9], [40, 3, 7, 20, 11]]
+    answers = sample_answers(source, prompts, length=12, temperature=1e-4, seed=0)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert 0 < len(answer) <= 7
+        for number, token in enumerate(answer):
+            logits = source.run(torch.tensor([[*prompt, *answer[:number]]]), []).logits
+            assert token == int(logits[0, -1].argmax())

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase
 
 from tide_export.calibration.config import TideConfig
 from tide_export.calibration.distributed import Processes
@@ -204,12 +204,14 @@ def sample_answers(
         pad_token_id=stop[0] if stop else 0,
     )
     model: Any = source.model  # PyTorch's modules do not declare `generate`
+    # One that takes any number of layers: of its own, transformers makes one for the config's, and loops have more.
+    cache = {"past_key_values": DynamicCache()} if source.remote_code else {}
     devices = [source.device] if source.device.type == "cuda" else []
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             rows = model.generate(
-                ids.to(source.device), attention_mask=mask.to(source.device), generation_config=settings
+                ids.to(source.device), attention_mask=mask.to(source.device), generation_config=settings, **cache
             )
     except Exception as error:  # models and transformers raise many types
         raise CalibrationError(

@@ -100,7 +100,7 @@ def code_error(name: str, error: Exception) -> ModelError | None:
         return ModelError(
             f"the Python code of model {name!r} fails at {Path(own[-1].filename).name}:{own[-1].lineno} "
             f"({type(error).__name__}: {first_line(error)}): it may be written for another transformers than "
-            f"{transformers.__version__}; look for newer code of this model"
+            f"{transformers.__version__}; look for newer code of this model, or omit --trust-remote-code"
         )
     return None
 
