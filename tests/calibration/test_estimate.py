@@ -75,7 +75,7 @@ def test_the_measurements_of_lenses_count():
     nothing = dict.fromkeys(("model", "head", "target", "lens", "router", "changed"), 0.0)
     lenses = list(Costs(**nothing | {"head": 1.0}).of(done, checkpoints=3, depth=12).values())[1]
     assert lenses == MEASURED * 100 * (MEASUREMENTS + 1) * 4
-    looked_at = list(Costs(**nothing | {"head": 1.0}).of(done, checkpoints=3, depth=12).values())[0]
+    looked_at = next(iter(Costs(**nothing | {"head": 1.0}).of(done, checkpoints=3, depth=12).values()))
     assert looked_at == MEASURED * CURVE_TOKENS * 12, "the look at every layer, which follows the reading"
     without = Work(read=1_000, again=0, lens=0, train=700, held_out=100)
     assert list(Costs(**nothing | {"head": 1.0}).of(without, checkpoints=3, depth=12).values())[1] == 0
