@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from looped_models import forget_code, make_looped, own_code
+from looped_models import forget_code, full_tokens, gated_tokens, make_looped, own_code, reference
 from transformers import masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -58,7 +58,12 @@ def edit(folder: Path, changes: dict[str, str]) -> None:
     forget_code()
 
 
+def request(folder: Path, output: Path) -> ExportRequest:
+    return ExportRequest(str(folder), str(output), routers="model", trust_remote_code=True)
+
+
 def test_it_gives_what_code_of_today_gives(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = reference(folder)
     expected = load_model(folder, trust_remote_code=True).run(IDS, [2])
     edit(folder, OLDER)
     source = load_model(folder, trust_remote_code=True)
@@ -69,10 +74,16 @@ def test_it_gives_what_code_of_today_gives(folder: Path, tmp_path: Path, caplog:
     config = folder / "config.json"
     config.write_text(config.read_text().replace("{", '{"early_exit_threshold": 1.0, ', 1))
     with caplog.at_level(logging.INFO, logger="tide_export"):
-        export(ExportRequest(str(folder), str(tmp_path / "bundle"), routers="model", trust_remote_code=True))
+        export(request(folder, tmp_path / "bundle"))
     assert any(f"threshold of {folder} is 1, so mode exit runs all loops" in said for said in caplog.messages)
-    full = load(tmp_path / "bundle").generate(IDS[0].tolist(), mode="full", max_new_tokens=1).tokens
-    assert full == [int(expected.logits[0, -1].argmax())]
+    engine, prompt = load(tmp_path / "bundle"), IDS[0].tolist()
+    options = {"max_new_tokens": 12, "stop_token_ids": []}
+    for mode in ("full", "lossless", "exit"):
+        assert engine.generate(prompt, mode=mode, **options).tokens == full_tokens(model, prompt, 12)
+    for threshold in (0.3, 0.6):
+        out = engine.generate(prompt, mode="exit", threshold=threshold, **options)
+        tokens, layers = gated_tokens(model, prompt, 12, threshold)
+        assert (out.tokens, out.stats.exit_layer) == (tokens, layers)
 
 
 def test_nothing_of_it_stays(folder: Path) -> None:

@@ -54,7 +54,7 @@ def _with_older_arguments(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*given: Any, **named: Any) -> Any:
         if "input_embeds" in named:
             named["inputs_embeds"] = named.pop("input_embeds")
-            named.pop("cache_position", None)
+        named.pop("cache_position", None)
         return make(*given, **named)
 
     return made
