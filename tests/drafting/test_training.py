@@ -9,7 +9,7 @@ import torch
 from drafting_stubs import StubEngine, small_target
 
 from tide_export.calibration.distributed import Processes
-from tide_export.drafting import training
+from tide_export.drafting import muon, training
 from tide_export.drafting.batches import Batch, learned_tokens, plan_batches
 from tide_export.drafting.network import DrafterNetwork
 from tide_export.drafting.prompts import Request
@@ -27,7 +27,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "fast_dtype", lambda device: None)
+    for module in (training, muon):
+        monkeypatch.setattr(module, "fast_dtype", lambda device: None)
 
 
 def answered(folder: Path, count: int = 60) -> AnswerStore:

@@ -1,6 +1,7 @@
 """Looped models on exact K/V of every loop: `full` equals all loops in Hugging Face, `exit` the gate's choice of loop,
 as the model's paper has it and as the oracle has it, and `lossless` equals `full`."""
 
+import ctypes
 import json
 import random
 import shutil
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from looped_models import LAYERS, LOOPS, full_tokens, gated_tokens, make_looped, own_code, reference
 from parity.test_families import PROMPTS, check_drafter, check_graph
+from private_memory import private_memory
 from transformers import PreTrainedModel
 
 from tide_export.bundle.file_names import WEIGHTS_FILE
@@ -98,6 +100,18 @@ def test_weights_are_stored_once_and_keys_and_values_for_every_loop(engine: Engi
     assert manifest.model.kv_shapes == ((2, 16),) * LAYERS * LOOPS
     stored = (engine.bundle.path / WEIGHTS_FILE).stat().st_size
     assert stored <= 1.05 * (folder / "model.safetensors").stat().st_size
+
+
+def test_the_loops_share_one_packed_copy_of_their_weights(tmp_path: Path) -> None:
+    """ONNX Runtime copies float32 weights into a layout of its own; one copy for each loop would be four."""
+    wide = make_looped(tmp_path / "wide", hidden_size=512, intermediate_size=1536)
+    options: dict[str, Any] = {"routers": "model", "weights": "fp32", "trust_remote_code": True, "validate": False}
+    bundle = export(str(wide), tmp_path / "bundle", config=TideConfig(epsilon=0.0), **options)
+    weights = (bundle / WEIGHTS_FILE).stat().st_size
+    ctypes.CDLL(None).malloc_trim(0)
+    before = private_memory()
+    engine = load(bundle, provider="cpu", threads=1)
+    assert weights < private_memory(engine) - before < 2.5 * weights  # an engine without weights: 18 MB
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.lens_loss import fast_dtype
 from tide_export.drafting.batches import Batch, learned_tokens, plan_batches
+from tide_export.drafting.muon import Muon
 from tide_export.drafting.network import DrafterNetwork
 from tide_export.drafting.schedule import rate
 from tide_export.drafting.store import AnswerStore
@@ -69,7 +70,7 @@ class Trainer:
         self._head = network.head.to(torch.bfloat16) if self._bf16 else network.head
         self._matrices = [weight for weight in network.parameters() if weight.dim() == 2]
         self._vectors = [weight for weight in network.parameters() if weight.dim() < 2]
-        self._muon = torch.optim.Muon(
+        self._muon = Muon(
             self._matrices,
             lr=0.0,
             weight_decay=MATRIX_DECAY,

@@ -52,10 +52,22 @@ class Owned {
 
 #define TIDE_ORT_OWNED(raw, release) Owned<raw, decltype(Functions::release), &Functions::release>
 
+// The copies of weights that operators on the CPU made in a layout of their own. Equal ones are kept once, whichever node
+// or session made them: without it each loop of a looped model would have its own.
+class PackedWeights : public TIDE_ORT_OWNED(RawPackedWeights, ReleasePrepackedWeightsContainer) {
+ public:
+  PackedWeights() { require(functions().CreatePrepackedWeightsContainer(&raw_)); }
+};
+
+// What sessions share, and must not outlive.
 class Env : public TIDE_ORT_OWNED(RawEnv, ReleaseEnv) {
  public:
-  explicit Env(std::nullptr_t) {}
   explicit Env(char const* name) { require(functions().CreateEnv(kFatal, name, &raw_)); }
+
+  RawPackedWeights* packed_weights() const { return packed_weights_.get(); }
+
+ private:
+  PackedWeights packed_weights_;
 };
 
 class MemoryInfo : public TIDE_ORT_OWNED(RawMemory, ReleaseMemoryInfo) {
@@ -140,7 +152,8 @@ class Session : public TIDE_ORT_OWNED(RawSession, ReleaseSession) {
  public:
   explicit Session(std::nullptr_t) {}
   Session(Env const& env, void const* model, std::size_t size, SessionOptions const& options) {
-    require(functions().CreateSessionFromArray(env.get(), model, size, options.get(), &raw_));
+    require(functions().CreateSessionFromArrayWithPrepackedWeightsContainer(env.get(), model, size, options.get(),
+                                                                            env.packed_weights(), &raw_));
   }
 
   void Run(RunOptions const& options, IoBinding const& binding) {

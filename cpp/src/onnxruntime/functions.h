@@ -19,7 +19,8 @@ struct RawTypeInfo;
 struct RawMetadata;
 struct RawBinding;
 struct RawAllocator;
-struct RawCuda;  // OrtCUDAProviderOptionsV2
+struct RawCuda;           // OrtCUDAProviderOptionsV2
+struct RawPackedWeights;  // OrtPrepackedWeightsContainer
 using RawOptions = abi::SessionOptions;
 using RawStatus = abi::Status;
 using RawValue = abi::Value;
@@ -29,7 +30,6 @@ using RawShape = abi::Shape;
 #define TIDE_ORT_FUNCTIONS(X)                                                                                      \
   X(GetErrorMessage, 2, char const*(RawStatus const*))                                                             \
   X(CreateEnv, 3, RawStatus*(int, char const*, RawEnv**))                                                          \
-  X(CreateSessionFromArray, 8, RawStatus*(RawEnv const*, void const*, std::size_t, RawOptions const*, RawSession**)) \
   X(Run, 9, RawStatus*(RawSession*, RawRunOptions const*, char const* const*, RawValue const* const*, std::size_t, \
                        char const* const*, std::size_t, RawValue**))                                               \
   X(CreateSessionOptions, 10, RawStatus*(RawOptions**))                                                            \
@@ -78,6 +78,10 @@ using RawShape = abi::Shape;
   X(BindOutput, 137, RawStatus*(RawBinding*, char const*, RawValue const*))                                        \
   X(AddInitializer, 150, RawStatus*(RawOptions*, char const*, RawValue const*))                                    \
   X(AddRunConfigEntry, 165, RawStatus*(RawRunOptions*, char const*, char const*))                                  \
+  X(CreatePrepackedWeightsContainer, 166, RawStatus*(RawPackedWeights**))                                          \
+  X(ReleasePrepackedWeightsContainer, 167, void(RawPackedWeights*))                                                \
+  X(CreateSessionFromArrayWithPrepackedWeightsContainer, 169,                                                      \
+    RawStatus*(RawEnv const*, void const*, std::size_t, RawOptions const*, RawPackedWeights*, RawSession**))       \
   X(SessionOptionsAppendExecutionProvider_CUDA_V2, 204, RawStatus*(RawOptions*, RawCuda const*))                   \
   X(CreateCUDAProviderOptions, 205, RawStatus*(RawCuda**))                                                         \
   X(UpdateCUDAProviderOptions, 206, RawStatus*(RawCuda*, char const* const*, char const* const*, std::size_t))     \
