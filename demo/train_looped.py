@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tide_export.calibration.lens_loss import fast_dtype
 from tide_export.drafting.muon import Muon
 
 HERE = Path(__file__).parent
@@ -120,7 +121,8 @@ class Training:
         self.file = Path(f"{options.out}.training.pt")
         matrices = [one for one in self.model.model.layers.parameters() if one.dim() == 2]
         others = [one for one in self.model.parameters() if not any(one is matrix for matrix in matrices)]
-        muon = Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+        dtype = fast_dtype(matrices[0].device) or torch.float32
+        muon = Muon(matrices, dtype, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
         self.optimizers = [muon, torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)]
         if options.loops > 1:
             self.optimizers.append(torch.optim.AdamW(self.model.model.early_exit_gate.parameters(), weight_decay=0.0))

@@ -9,7 +9,7 @@ import torch
 from drafting_stubs import StubEngine, small_target
 
 from tide_export.calibration.distributed import Processes
-from tide_export.drafting import muon, training
+from tide_export.drafting import training
 from tide_export.drafting.batches import Batch, learned_tokens, plan_batches
 from tide_export.drafting.network import DrafterNetwork
 from tide_export.drafting.prompts import Request
@@ -27,8 +27,20 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (training, muon):
-        monkeypatch.setattr(module, "fast_dtype", lambda device: None)
+    monkeypatch.setattr(training, "fast_dtype", lambda device: None)
+
+
+class BesideFaster(Processes):
+    """A second process, whose main one is faster in bfloat16."""
+
+    def gather(self, value: object) -> list:
+        return [True, value]
+
+
+def test_all_processes_compute_in_the_type_of_the_main_one(store: AnswerStore) -> None:
+    """Each makes the same changes by the shared gradients: in types of their own their weights would differ."""
+    assert trainer_of(store)._muon.dtype is torch.float32
+    assert trainer_of(store, BesideFaster(1, 2))._muon.dtype is torch.bfloat16
 
 
 def answered(folder: Path, count: int = 60) -> AnswerStore:

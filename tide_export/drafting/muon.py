@@ -10,22 +10,20 @@ from typing import Any
 
 import torch
 
-from tide_export.calibration.lens_loss import fast_dtype
-
 
 class Muon(torch.optim.Muon):
-    """PyTorch's Muon (arXiv 2502.16982) with iterations in float32 where bfloat16 is not clearly faster."""
+    """PyTorch's Muon (arXiv 2502.16982) with iterations in a given type."""
 
-    def __init__(self, weights: Iterable[torch.nn.Parameter], **options: Any) -> None:
+    def __init__(self, weights: Iterable[torch.nn.Parameter], dtype: torch.dtype, **options: Any) -> None:
         """Creates the optimizer.
 
         Args:
-            weights: matrices on one device.
+            weights: matrices.
+            dtype: of the iterations; in all processes that train the same weights the same.
             options: PyTorch's.
         """
-        weights = list(weights)
         super().__init__(weights, **options)
-        self.dtype = fast_dtype(weights[0].device) or torch.float32
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -66,12 +66,13 @@ class Trainer:
         self.network, self.token_ids, self.embeddings, self.store = network, tokens, embeddings, store
         self._seed, self._processes = seed, processes
         self.device = network.center.device
-        self._bf16 = fast_dtype(self.device) is torch.bfloat16
+        self._bf16 = processes.gather(fast_dtype(self.device) is torch.bfloat16)[0]  # all as the main process
         self._head = network.head.to(torch.bfloat16) if self._bf16 else network.head
         self._matrices = [weight for weight in network.parameters() if weight.dim() == 2]
         self._vectors = [weight for weight in network.parameters() if weight.dim() < 2]
         self._muon = Muon(
             self._matrices,
+            torch.bfloat16 if self._bf16 else torch.float32,
             lr=0.0,
             weight_decay=MATRIX_DECAY,
             momentum=MOMENTUM,
