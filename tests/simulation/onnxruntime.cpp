@@ -72,7 +72,13 @@ char const* GetErrorMessage(RawStatus const* status) { return as<std::string>(st
 RawStatus* CreateEnv(int, char const*, RawEnv** made) {
   return guarded([&] { *made = as<RawEnv>(new int); });
 }
-RawStatus* CreateSessionFromArray(RawEnv const*, void const* data, std::size_t size, RawOptions const*, RawSession** made) {
+RawStatus* CreatePrepackedWeightsContainer(RawPackedWeights** made) {
+  return guarded([&] { *made = as<RawPackedWeights>(new int); });
+}
+void ReleasePrepackedWeightsContainer(RawPackedWeights* made) { delete as<int>(made); }
+RawStatus* CreateSessionFromArrayWithPrepackedWeightsContainer(RawEnv const*, void const* data, std::size_t size,
+                                                               RawOptions const*, RawPackedWeights*,
+                                                               RawSession** made) {
   return guarded([&] {
     std::string const text(static_cast<char const*>(data), size);
     *made = as<RawSession>(new Session{table::Network(text), text});
@@ -213,7 +219,9 @@ abi::Function const* table_of(std::uint32_t) {
   if (table[0] != nullptr) return table;
   std::fill(std::begin(table), std::end(table), &missing);
 #define ENTRY(name) table[decltype(Functions::name)::position] = reinterpret_cast<abi::Function>(&functions::name)
-  ENTRY(GetErrorMessage), ENTRY(CreateEnv), ENTRY(CreateSessionFromArray), ENTRY(Run), ENTRY(CreateSessionOptions);
+  ENTRY(GetErrorMessage), ENTRY(CreateEnv), ENTRY(CreatePrepackedWeightsContainer), ENTRY(Run);
+  ENTRY(ReleasePrepackedWeightsContainer), ENTRY(CreateSessionFromArrayWithPrepackedWeightsContainer);
+  ENTRY(CreateSessionOptions);
   ENTRY(SetSessionLogSeverityLevel), ENTRY(SetIntraOpNumThreads), ENTRY(AddSessionConfigEntry);
   ENTRY(SessionGetInputCount), ENTRY(SessionGetOutputCount), ENTRY(SessionGetInputTypeInfo);
   ENTRY(SessionGetOutputTypeInfo), ENTRY(SessionGetInputName), ENTRY(SessionGetOutputName), ENTRY(CreateRunOptions);

@@ -85,15 +85,16 @@ RawStatus* append(RawOptions*, RawCuda const*) {
   char const* const missing = std::getenv("FAKE_ORT_MISSING");
   return missing == nullptr ? nullptr : failed(missing);
 }
-RawStatus* session(RawEnv const* env, void const* data, std::size_t size, RawOptions const* given, RawSession** made) {
-  if (std::exchange(records, false)) {
-    char const* const cpu_node = std::getenv("FAKE_ORT_CPU_NODE");
-    if (cpu_node != nullptr) return failed(cpu_node);
-    RawStatus* const status = real_functions().CreateSessionFromArray(env, data, size, given, made);
-    recording_sessions.insert(*made);
-    return status;
-  }
-  return real_functions().CreateSessionFromArray(env, data, size, given, made);
+RawStatus* session(RawEnv const* env, void const* data, std::size_t size, RawOptions const* given,
+                   RawPackedWeights* packed, RawSession** made) {
+  bool const recording = std::exchange(records, false);
+  char const* const cpu_node = std::getenv("FAKE_ORT_CPU_NODE");
+  if (recording && cpu_node != nullptr) return failed(cpu_node);
+  Functions const& functions = real_functions();
+  RawStatus* const status =
+      functions.CreateSessionFromArrayWithPrepackedWeightsContainer(env, data, size, given, packed, made);
+  if (recording) recording_sessions.insert(*made);
+  return status;
 }
 void release(RawCuda*) {}
 
@@ -200,7 +201,6 @@ void replace(int position, F* function) {
 
 abi::Function const* api(std::uint32_t version) {
   std::copy_n(real->GetApi(version), kFunctions, table);
-  replace(8, session);
   replace(27, add_operator);
   replace(68, memory_info);
   replace(125, available);
@@ -211,6 +211,7 @@ abi::Function const* api(std::uint32_t version) {
   replace(136, bind_input);
   replace(137, bind_output);
   replace(165, configure);
+  replace(169, session);
   replace(193, stream_of);
   replace(204, append);
   replace(205, options);
