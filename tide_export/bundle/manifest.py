@@ -49,7 +49,7 @@ MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 OMITTED = (
     *("quantization", "quantization.budget", "remote_code", "auto", "kv_cache", "drafter"),
     *("model.kv_layers", "model.states", "model.lora", "model.loops"),
-    *("networks.matrices", "engines.built", "auto.slots"),
+    *("networks.matrices", "networks.cumulative", "engines.built", "auto.slots"),
     *("drafting.draft_costs", "drafting.verify_costs", "drafting.drafter_cost", "drafting.max_learned"),
     *("networks.embedding", "engines.copied", "drafter.record", "drafter.kv_shape", "drafter.kv_layers"),
     *("drafter.num_layers", "drafter.block_size"),

@@ -128,7 +128,8 @@ def from_tensorrt(spec: NetworkSpec, described: Mapping[str, tuple[str, Sequence
 def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     """Lists every network of a bundle: the segments, AFTER_SEGMENTS, and DRAFTER if it has one."""
     dtype, sizes = HIDDEN_TYPES[info.weights], manifest.segment_sizes
-    pending = Tensor(dtype, (BATCH, 1, info.state_rows, manifest.model.hidden_size))
+    width = manifest.model.hidden_size - bool(info.cumulative)  # states of the graph hold the score too
+    pending = Tensor(dtype, (BATCH, 1, info.state_rows, width))
     exits = Tensor(dtype, (BATCH, 1, info.state_rows, info.exit_size))
     shared, networks, layer = embedding(info), {}, 0
     keys = {} if manifest.has_cuda_networks else {names.KEY_INDICES: Tensor("int64", (KEYS,))}

@@ -28,6 +28,7 @@ class NetworksInfo:
     max_slot_tokens: int  # tokens of each sequence in a run over several
     matrices: str | None = None  # of the layers, stored as int4 or fp8; None, and then not written: as `weights`
     embedding: EmbeddingInfo | None = None  # None, and then not written: each network that reads it holds its own
+    cumulative: bool | None = None  # whether routers give the probability of an exit of what is left; None: not written
 
     @property
     def precision(self) -> str:

@@ -44,6 +44,7 @@ class Networks:
         matrices: int4 or fp8, of the layers' matrices; None: as `weights`.
         embedding: their input `EMBEDDING`, if they have it.
         slot_tokens: tokens that a run over several sequences may take of each; None: as many as fit.
+        cumulative: whether routers give the probability of an exit there of what has not exited before.
     """
 
     models: dict[str, ir.Model]
@@ -55,6 +56,7 @@ class Networks:
     matrices: str | None = None
     embedding: SharedEmbedding | None = None
     slot_tokens: int | None = None
+    cumulative: bool = False
 
     def info(self, manifest: Manifest, batch_size: int = BATCH_SIZE) -> NetworksInfo:
         """Returns the networks' entry in the manifest.
@@ -80,6 +82,7 @@ class Networks:
             min(sizes.max_slot_tokens, self.slot_tokens or sizes.max_slot_tokens),
             self.matrices,
             None if self.embedding is None else self.embedding.info,
+            self.cumulative or None,
         )
 
     def _unaligned(self, manifest: Manifest) -> str | None:
@@ -89,7 +92,9 @@ class Networks:
         """
         item = 4 if self.weights == "fp32" else 2
         buffers = {("K/V", heads * width * item) for heads, width in manifest.model.kv_shapes}
-        buffers |= {("states", width * item) for width in (manifest.model.hidden_size, self.exit_size)}
+        buffers |= {
+            ("states", width * item) for width in (manifest.model.hidden_size - self.cumulative, self.exit_size)
+        }
         for what, token in sorted(buffers):
             if self.capacity * token % ALIGNMENT:
                 return (

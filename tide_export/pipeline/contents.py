@@ -74,7 +74,7 @@ def write_networks(
     else:
         networks = networks_for_tensorrt(*arguments, request.flavour.folds_queries)
     networks.save(folder)
-    info = networks.info(manifest, request.max_batch_size)
+    info = replace(networks, cumulative=routers.cumulative).info(manifest, request.max_batch_size)
     return replace(manifest, targets=("onnxruntime", request.network_target), networks=info)
 
 

@@ -76,6 +76,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
             pieces = trace_and_cut(source, request, routers.checkpoints, length, head.layers)
     elif request.routers != MODEL_GATE:
         routers.check_quantization(source, request.routers or "")
+    traced = pieces
     if routers.cumulative:
         pieces = with_exit_shares(pieces, routers.arrays())
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
@@ -88,7 +89,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
             references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
         write_contents(folder, request, graph, manifest, pieces, routers, *fusion(source, request, head))
-        manifest = write_networks(folder, request, manifest, pieces, routers, source)
+        manifest = write_networks(folder, request, manifest, traced, routers, source)
         manifest = write_drafter(folder, manifest, head)
     source.release()
     return manifest, references

@@ -56,11 +56,6 @@ def _check_gate_options(request: ExportRequest) -> None:
     """Refuses what the model's gate cannot be combined with."""
     if request.config.checkpoints is not None:
         raise ConfigError("--routers model has a checkpoint after every loop but the last: omit --checkpoints")
-    if request.network_target is not None:
-        raise ConfigError(
-            f"--routers model is for target onnxruntime: the networks of {request.network_target} do not sum up a "
-            "gate's probabilities: omit the target, or calibrate routers"
-        )
 
 
 def for_model(source: SourceModel, request: ExportRequest) -> ExportRequest:

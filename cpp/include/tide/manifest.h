@@ -104,6 +104,7 @@ struct NetworksInfo {
   std::int64_t max_slot_tokens = 0;  // maximum tokens of each sequence in a run over several
   std::optional<EmbeddingInfo> embedding;  // none: each network that reads it holds a copy
   bool cuda = false;                       // whether they are for ONNX Runtime's CUDA provider, not for TensorRT
+  bool cumulative = false;  // routers give the probability of an exit there of what has not exited before
 };
 
 // An optimization profile: minimum and maximum tokens of each sequence in a run, and the maximum of sequences.

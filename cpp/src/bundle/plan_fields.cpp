@@ -42,6 +42,7 @@ std::optional<NetworksInfo> networks_of(Field const& manifest, std::map<std::str
   field["max_logits"].require(info.max_logits <= info.max_tokens, "must be at most max_tokens");
   field["max_slot_tokens"].require(info.max_slot_tokens <= info.max_tokens / info.max_batch_size,
                                    "must fit max_batch_size times into max_tokens");
+  if (auto const cumulative = field.find("cumulative")) info.cumulative = cumulative->boolean();
   if (auto const embedding = field.find("embedding")) info.embedding = embedding_of(*embedding, info.weights, files);
   return info;
 }

@@ -23,4 +23,14 @@ constexpr bool all_catch_up(std::size_t active, std::size_t everyone, bool all_r
 // it.
 constexpr bool at_its_exit(bool verifies, bool deep) { return !verifies || !deep; }
 
+// Routers may give the probability of an exit there of what has not exited before; `share`, of an exit before it, is 0 at
+// first (`NetworksInfo::cumulative`). Their score is then that of an exit there or before.
+constexpr float cumulative_score(float share, float probability) { return share + (1.0F - share) * probability; }
+
+// The threshold that a router's probability is above where its score is above `threshold`.
+constexpr float threshold_of_rest(float threshold, float share) {
+  float const rest = 1.0F - share;
+  return rest > 0.0F ? (threshold - share) / rest : share > threshold ? -1.0F : 2.0F;
+}
+
 }  // namespace tide

@@ -124,7 +124,8 @@ void PagedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<P
       one.exit = k;
       one.exit_states.assign(end - one.logits * networks_.exit_size(), end);
     }
-    if (!deepest && !one.scores.empty()) one.scores[k] = segment.scores[i];
+    bool const decides = !deepest && one.threshold < static_cast<float>(kNeverExit);
+    if (decides && !one.scores.empty()) one.scores[k] = segment.scores[i];
     if (!deepest && one.exit) one.hidden.assign(new_hidden(k, one), new_hidden(k, one) + floats(one.count));
     if (deepest && reads_all(*one.sequence)) one.final_states.assign(exit, end);
     if (deepest && one.sequence->draft_states && !segment.draft_states.empty()) {

@@ -34,6 +34,7 @@ SegmentedBatch::SegmentedBatch(SegmentBackend& backend, std::unique_ptr<SegmentB
       capacity_(std::min(backend.manifest().model.context_length.value_or(buffers_->info().capacity),
                          buffers_->info().capacity)),
       max_pending_(tide::max_pending(buffers_->info(), depths_.size())),
+      cumulative_(buffers_->info().cumulative),
       slots_(slots),
       lengths_(depths_.size(), std::vector<std::int64_t>(buffers_->slots())),
       results_(buffers_->slots()),
@@ -63,15 +64,15 @@ std::vector<StepResult> SegmentedBatch::step(std::vector<SlotRequest> const& req
 std::vector<StepResult> SegmentedBatch::run_step(std::vector<SlotRequest> const& requests) {
   std::vector<Running> all = begin(requests);
   buffers_->record_runs(true);
+  std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN());
   for (Running& one : all) run_first_parts(one);
   bool const scored = all.size() == 1 && all[0].sequence->scores, scores = scored && !all[0].request->request.full;
   bool const on_device = run_on_device(all, scores);
   if (!on_device) {
     walk_segments(all, depths_.size(), compaction_threshold_,
-                  [&](std::size_t k, Steps const& scheduled) { run(k, scheduled, scores); });
+                  [&](std::size_t k, Steps const& scheduled) { run_and_decide(k, scheduled, scores); });
     run_head(all);
   }
-  if (scored) read_scores(all[0], on_device);
   std::vector<StepResult> step_results;
   for (Running const& one : all) step_results.push_back(result(one));
   if (scored) step_results[0].scores = scores_.data();
@@ -150,6 +151,7 @@ bool SegmentedBatch::run_on_device(std::vector<Running>& all, bool scores) {
   for (Running& one : all) {
     one.segments_run = step.segments_run(one.slot());
     one.exit = step.exit(one.slot()).value_or(depths_.size() - 1);
+    for (std::size_t k = 0; scores && k < scores_.size() && k <= *one.exit; ++k) note_score(one, k, step.score(k));
   }
   buffers_->take_exit_states();
   for (Running const& one : all) {
@@ -158,21 +160,44 @@ bool SegmentedBatch::run_on_device(std::vector<Running>& all, bool scores) {
   return true;
 }
 
-// Runs segment k over some sequences up to their `total`, and notes which exit. scores: whether the routers' are read.
-void SegmentedBatch::run(std::size_t k, Steps const& scheduled, bool scores) {
+// Runs segment k over some sequences up to their `total`. verdict: whether its router's is read afterwards.
+void SegmentedBatch::run(std::size_t k, Steps const& scheduled, bool verdict) {
   std::vector<RunRequest> runs;
-  bool decides = false;
   for (Running const* const one : scheduled) {
-    runs.push_back({one->slot(), one->total - lengths_[k][one->slot()], one->threshold, one->ids});
-    decides = decides || one->threshold < kSure;
+    float const threshold = cumulative_ ? threshold_of_rest(one->threshold, one->score) : one->threshold;
+    runs.push_back({one->slot(), one->total - lengths_[k][one->slot()], threshold, one->ids});
   }
-  buffers_->run(k, runs, lengths_[k], lengths_[std::min(k + 1, lengths_.size() - 1)], decides || scores);
+  buffers_->run(k, runs, lengths_[k], lengths_[std::min(k + 1, lengths_.size() - 1)], verdict);
   for (Running const* const one : scheduled) lengths_[k][one->slot()] = one->total;
-  if (!decides) return;
-  buffers_->wait();
+}
+
+// The same, and notes which exit. scores: whether the routers' are read.
+void SegmentedBatch::run_and_decide(std::size_t k, Steps const& scheduled, bool scores) {
+  std::vector<Running*> open;
   for (Running* const one : scheduled) {
-    if (!one->exit && buffers_->exits(one->slot())) one->exit = k;
+    if (is_open(*one, k, scores)) open.push_back(one);
   }
+  run(k, scheduled, !open.empty());
+  if (open.empty()) return;
+  buffers_->wait();
+  for (Running* const one : open) {
+    note_score(*one, k, buffers_->score(one->slot()));
+    if (buffers_->exits(one->slot())) one->exit = k;
+  }
+}
+
+// Whether the verdict of segment k's router on a sequence matters; to a later router, where scores are cumulative.
+bool SegmentedBatch::is_open(Running const& one, std::size_t k, bool scores) const {
+  if (k + 1 == depths_.size() || one.exit || one.request->request.full) return false;
+  std::vector<float> const& limits = one.sequence->rule.thresholds;
+  auto const first = limits.begin() + static_cast<std::ptrdiff_t>(k);
+  return scores || std::any_of(first, cumulative_ ? limits.end() : first + 1, [](float limit) { return limit < kSure; });
+}
+
+// Takes what segment k's router gave for the last token of a sequence that has not exited before.
+void SegmentedBatch::note_score(Running& one, std::size_t k, float given) {
+  one.score = cumulative_ ? cumulative_score(one.score, given) : given;
+  if (one.sequence->rule.thresholds[k] <= kSure) scores_[k] = one.score;
 }
 
 // Runs the head on the rows of the exit states that the sequences' logits come from.
@@ -224,15 +249,6 @@ void SegmentedBatch::add_rows(Running const& one, std::int64_t first_row, std::i
   std::size_t const needed = buffers_->head().count(one.sequence->candidates);
   for (std::int64_t row = first_row; row < first_row + count; ++row) {
     rows_.push_back({one.slot(), row, needed, &results_[one.slot()]});
-  }
-}
-
-// Reads the scores of the routers that decided in a step of one sequence; NaN: none did.
-void SegmentedBatch::read_scores(Running const& one, bool on_device) {
-  std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN());
-  for (std::size_t k = 0; k < scores_.size() && k <= *one.exit && !one.request->request.full; ++k) {
-    if (one.sequence->rule.thresholds[k] > kSure) continue;
-    scores_[k] = on_device ? buffers_->device_step().score(k) : buffers_->score(k);
   }
 }
 

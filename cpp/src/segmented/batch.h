@@ -34,6 +34,7 @@ class SegmentedBatch final : public Batch {
     std::int64_t first;             // position that gets logits
     std::int64_t const* ids;        // of segment 0's next run
     std::int64_t start = 0;         // position of the first row of its last run through the last segment
+    float score = 0;                // of its last token, by the last router whose verdict was read
 
     std::size_t slot() const { return request->slot; }
   };
@@ -43,14 +44,16 @@ class SegmentedBatch final : public Batch {
   std::vector<Running> begin(std::vector<SlotRequest> const& requests);
   void run_first_parts(Running& one);
   bool run_on_device(std::vector<Running>& all, bool scores);
-  void run(std::size_t k, Steps const& scheduled, bool scores);
+  void run(std::size_t k, Steps const& scheduled, bool verdict);
+  void run_and_decide(std::size_t k, Steps const& scheduled, bool scores);
+  bool is_open(Running const& one, std::size_t k, bool scores) const;
+  void note_score(Running& one, std::size_t k, float given);
   void add_rows(Running const& one, std::int64_t first_row, std::int64_t count);
   void add_final_rows(Running const& one);
   void run_head(std::vector<Running>& all);
   void queue_exit_states(std::vector<Running> const& all, std::size_t least);
   ExitStateRows final_states(Running const& one);
   ExitStateRows exit_state(Running const& one);
-  void read_scores(Running const& one, bool on_device);
   StepResult result(Running const& one) const;
 
   SegmentBackend& backend_;
@@ -58,13 +61,14 @@ class SegmentedBatch final : public Batch {
   double const compaction_threshold_;
   std::vector<std::int64_t> const depths_;
   std::int64_t const capacity_, max_pending_;
+  bool const cumulative_;  // scores are (`cumulative_score`)
   std::vector<std::unique_ptr<Sequence>> slots_;    // null: free
   std::vector<std::vector<std::int64_t>> lengths_;  // by segment, of every slot, as far as the step has come
   std::vector<HeadRow> rows_;                       // that the head is to run over
   std::vector<PositionLogits> results_;             // by slot
   std::vector<std::vector<float>> final_states_;    // by slot, final states of the step so far, where they are asked for
   std::vector<std::vector<float>> exit_states_;     // by slot, what the head read of the last token, where it is asked for
-  std::vector<float> scores_;
+  std::vector<float> scores_;                       // of the routers that decided in a step of one sequence, else NaN
 };
 
 }  // namespace tide

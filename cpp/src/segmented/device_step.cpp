@@ -121,12 +121,13 @@ std::int64_t DeviceStep::most(std::size_t k) const {
 // Writes what the device reads of a step: of slots in it, and of others, which are padding.
 void DeviceStep::fill(std::vector<DeviceRequest> const& slots, std::vector<std::vector<std::int64_t>> const& lengths,
                       double compaction_threshold, std::vector<HeadRow> const& rows) {
-  *inputs_.host<Sharing>(kShare) = {compaction_threshold, static_cast<std::int32_t>(slots.size())};
+  *inputs_.host<Sharing>(kShare) = {compaction_threshold, static_cast<std::int32_t>(slots.size()),
+                                    buffers_.info().cumulative};
   auto* const rules = inputs_.host<SlotRule>(kRules);
   auto* const outcomes = outcomes_.host<Outcome>(kOutcomes);
   for (std::size_t number = 0; number < shape_.slots; ++number) {
     rules[number] = {0, 0, 0};
-    outcomes[number] = {-1, 0, 0};
+    outcomes[number] = {-1, 0, 0, 0.0F};
     for (std::size_t k = 0; k < segments_; ++k) {
       std::size_t const slot = shape_.start + number, at = place(k, number);
       inputs_.host<std::int64_t>(kLengths)[at] = lengths[k][slot];
@@ -201,8 +202,9 @@ ChosenWork DeviceStep::work() const {
   };
   work.decision = {at(inputs_, kShare, Sharing{}),      at(inputs_, kRules, SlotRule{}),
                    at(inputs_, kCounts, std::int64_t{}),  at(inputs_, kPlanned, float{}),
-                   at(outcomes_, kFlags, std::int32_t{}), at(inputs_, kChoices, RowChoice{}),
-                   at(outcomes_, kOutcomes, Outcome{}), at(inputs_, kLast, std::int64_t{}),
+                   at(outcomes_, kScores, float{}),       at(outcomes_, kFlags, std::int32_t{}),
+                   at(inputs_, kChoices, RowChoice{}),    at(outcomes_, kOutcomes, Outcome{}),
+                   at(inputs_, kLast, std::int64_t{}),
                    at(inputs_, kThreshold, float{}),
                    reinterpret_cast<std::int64_t*>(buffers_.head().rows()),
                    static_cast<std::int32_t>(shape_.slots), static_cast<std::int32_t>(segments_),

@@ -201,7 +201,10 @@ bool SegmentBuffers::exits(std::size_t slot) const {
   return buffers->verdict.host<std::int32_t>(kFlags)[index] != 0;
 }
 
-float SegmentBuffers::score(std::size_t k) const { return segments_[k].runs[0]->verdict.host<float>(kScores)[0]; }
+float SegmentBuffers::score(std::size_t slot) const {
+  auto const [buffers, index] = last_run_[slot];
+  return buffers->verdict.host<float>(kScores)[index];
+}
 
 void SegmentBuffers::logits(std::vector<HeadRow>& rows) {
   head_->run(rows);

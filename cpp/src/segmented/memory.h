@@ -102,8 +102,8 @@ class SegmentBuffers {
   // Whether the last token of a slot exits after the segment of the last run, which is over.
   bool exits(std::size_t slot) const;
 
-  // The router's score in segment k's last run over one slot, once something that ran after it is read.
-  float score(std::size_t k) const;
+  // What the router gave for the last token of a slot in the last run, which is over, if its verdict is read.
+  float score(std::size_t slot) const;
 
   // See `Head::run`.
   void logits(std::vector<HeadRow>& rows);

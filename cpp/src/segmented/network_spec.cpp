@@ -33,7 +33,8 @@ Tensor embedding_input(NetworksInfo const& info) {
 NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t first_layer, std::size_t end_layer) {
   NetworksInfo const& info = *manifest.networks;
   std::string const& dtype = kHiddenTypes.at(info.weights);
-  std::vector<std::int64_t> const pending = {kSequences, 1, info.state_rows, manifest.model.hidden_size};
+  std::int64_t const width = manifest.model.hidden_size - info.cumulative;  // states of the graph hold the score too
+  std::vector<std::int64_t> const pending = {kSequences, 1, info.state_rows, width};
   std::vector<std::int64_t> const exits = {kSequences, 1, info.state_rows, info.exit_size};
   bool const last = k == manifest.checkpoints.size();
   std::vector<Tensor> inputs, outputs;

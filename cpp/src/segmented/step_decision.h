@@ -16,7 +16,8 @@ constexpr float kNever = 2.0F, kSure = 1.0F;  // thresholds: no score is above e
 // What the host says of a step, and of its slots.
 struct Sharing {
   double compaction_threshold;
-  std::int32_t everyone;  // slots with new tokens
+  std::int32_t everyone;    // slots with new tokens
+  std::int32_t cumulative;  // whether scores are (`cumulative_score`)
 };
 struct SlotRule {
   std::int64_t max_pending;
@@ -34,6 +35,7 @@ struct Outcome {
   std::int32_t exit;          // the segment after which it exits; -1: none
   std::int32_t segments_run;  // segments 0 .. segments_run - 1 ran over it
   std::int32_t scheduled;     // whether the segment that ran last was to run over it
+  float share;                // its score so far, where scores are cumulative
 };
 
 // Where it all is, in the device's memory. Arrays by segment have `pitch` elements for each.
@@ -42,7 +44,8 @@ struct DecisionArguments {
   SlotRule const* rules;
   std::int64_t const* counts;     // by segment and slot: tokens of a run
   float const* thresholds;        // by segment and slot
-  std::int32_t const* exit_flags;  // by segment and slot, of its last run
+  float const* scores;             // by segment and slot, of its last run, as the next
+  std::int32_t const* exit_flags;
   RowChoice const* choices;
   Outcome* outcomes;
   std::int64_t* last_tokens;  // by segment and slot; inputs of the networks, as the next
@@ -57,7 +60,9 @@ constexpr bool settle(DecisionArguments const& step, std::int32_t next, std::int
   if (outcome.scheduled == 0) return false;
   outcome.segments_run = next;
   if (next == step.segments) return false;
-  if (outcome.exit < 0 && step.exit_flags[(next - 1) * step.pitch + slot] != 0) outcome.exit = next - 1;
+  std::int32_t const ran = (next - 1) * step.pitch + slot;
+  if (outcome.exit < 0 && step.exit_flags[ran] != 0) outcome.exit = next - 1;
+  if (step.share->cumulative != 0) outcome.share = cumulative_score(outcome.share, step.scores[ran]);
   return is_active(outcome.exit >= 0, step.counts[next * step.pitch + slot], step.rules[slot].max_pending);
 }
 
@@ -72,7 +77,8 @@ constexpr std::uint32_t schedule(DecisionArguments const& step, std::int32_t nex
   std::int32_t const place = next * step.pitch + slot;
   step.outcomes[slot].scheduled = scheduled ? 1 : 0;
   step.last_tokens[place] = scheduled ? step.counts[place] - 1 : 0;
-  step.run_thresholds[place] = scheduled && step.outcomes[slot].exit < 0 ? step.thresholds[place] : kNever;
+  bool const may_exit = scheduled && step.outcomes[slot].exit < 0;
+  step.run_thresholds[place] = may_exit ? threshold_of_rest(step.thresholds[place], step.outcomes[slot].share) : kNever;
   std::uint32_t padded = scheduled ? 1 : 0;
   while (scheduled && padded < static_cast<std::uint64_t>(step.counts[place])) padded *= 2;
   return padded;
