@@ -27,7 +27,7 @@ tide-export generate "$out" --echo --prompt "$prompt" --max-new-tokens 96 --temp
     --mode exit
 
 say "export demo/demo-looped: a model made to answer early, 4 layers that run 4 times; routers after loops 1, 2 and 3"
-tide-export export demo/demo-looped -o "$out-looped" --trust-remote-code --weights fp32 --overwrite \
+tide-export export demo/demo-looped -o "$out-looped" --trust-remote-code --weights int4 --overwrite \
     --dataset calibration/text/python-stdlib.jsonl
 
 say "measure: speed against changed tokens on that text, in each mode and at several thresholds, interleaved"
