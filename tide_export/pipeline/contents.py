@@ -38,7 +38,6 @@ INLINE_BYTES = 1024  # weights up to this size are stored in the graph's file
 
 def write_contents(
     folder: Path,
-    request: ExportRequest,
     graph: ir.Model,
     manifest: Manifest,
     pieces: Pieces,
@@ -46,7 +45,7 @@ def write_contents(
     fuse: ir.Graph | None,
     lower: Lowering,
 ) -> None:
-    """Writes the contents of every bundle: graph, networks of its parts, tokenizer and routers.
+    """Writes the contents of every bundle but the tokenizer: graph, networks of its parts and routers.
 
     Args:
         graph: the lowered step graph.
@@ -56,7 +55,6 @@ def write_contents(
     save_graph(graph, folder, manifest)
     weights = routers.arrays(), routers.lens_arrays()
     save_batch_networks(folder, pieces, *weights, fuse, lower, manifest.graph_metadata)
-    save_tokenizer(request, folder)
     routers.save(folder / ROUTERS_FILE)
 
 

@@ -15,7 +15,7 @@ from tide_export.compose.exit_shares import with_exit_shares
 from tide_export.model.failures import explained
 from tide_export.model.source import load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
-from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
+from tide_export.pipeline.contents import make_manifest, save_tokenizer, write_contents, write_networks
 from tide_export.pipeline.draft_head import compose, fusion, given_head, measure_drafts, write_drafter
 from tide_export.pipeline.pieces import trace_and_cut
 from tide_export.pipeline.preflight import check_source, for_model, given_routers, warn_if_nothing_exits
@@ -88,7 +88,8 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         with stage("running the model for the references the graph must give"), rounded_kv(source, manifest):
             references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
-        write_contents(folder, request, graph, manifest, pieces, routers, *fusion(source, request, head))
+        write_contents(folder, graph, manifest, pieces, routers, *fusion(source, request, head))
+        save_tokenizer(request, folder)
         manifest = write_networks(folder, request, manifest, traced, routers, source)
         manifest = write_drafter(folder, manifest, head)
     source.release()

@@ -208,7 +208,7 @@ def _time(
     began = time.perf_counter()
     graph = compose(source, request, traced.pieces, routers, given)
     manifest = make_manifest(source, routers, request.config, traced.pieces, graph, traced.length, request.half)
-    write_contents(folder, request, graph, manifest, traced.pieces, routers, *fusion(source, request, given))
+    write_contents(folder, graph, manifest, traced.pieces, routers, *fusion(source, request, given))
     write_manifest(folder, manifest)
     writing = time.perf_counter() - began
     del graph

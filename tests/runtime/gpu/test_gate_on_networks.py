@@ -1,4 +1,4 @@
-"""A looped model's own gate on segment networks, which give its probabilities: the runtime sums them up, on the host and
+"""A looped model's own gate on segment networks, which give its probabilities: the runtime sums them up, on the host or
 on a GPU. Tokens and loops are those that the model's paper chooses, and of the engine on the graph."""
 
 import json
