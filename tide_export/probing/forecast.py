@@ -58,7 +58,7 @@ class Forecast:
         drafter: lossless mode with a trained drafter.
         verify_costs: what verifying 1, 2, 4, 8 and 16 drafts costs more, in steps.
         memory: bytes of a process that runs it, with 1,024 tokens in its K/V.
-        disk: bytes of the bundle.
+        disk: bytes of the bundle, without its tokenizer.
     """
 
     weights: str

@@ -61,7 +61,7 @@ class Steps:
         router: cost of a router and its lens, in layers.
         blocks: tokens of a step -> its seconds over those of one token.
         spread: largest relative difference of a timing from the mean of all.
-        disk: bytes of a bundle of all layers.
+        disk: bytes of a bundle of all layers, without its tokenizer.
         kv: bytes of keys and values of a token, in float32.
         per_model: seconds of the export that grow with the parameters, all of them.
         per_layer: seconds of the export for each layer.

@@ -21,11 +21,15 @@ from transformers import PreTrainedModel
 from tide_export.bundle.file_names import SEGMENTS_FOLDER
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration.config import TideConfig
+from tide_export.model.source import load_model
 from tide_export.pipeline.flow import export
+from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.verify.export_gate import dividing_thresholds
 
 COUNT = 16
+ENDS = [(loop + 1) * LAYERS for loop in range(LOOPS)]
 PROMPTS = [[7], [5, 9, 3], [40, 2, 9, 33, 60, 12, 5]]
 THRESHOLDS = (0.6, 0.75, 0.85)
 SETTINGS: list[dict[str, Any]] = [
@@ -53,8 +57,8 @@ def model(folder: Path) -> PreTrainedModel:
     return reference(folder)
 
 
-def exported(folder: Path, output: Path, target: str) -> Path:
-    """A bundle of the model with its gate, and networks for a GPU."""
+def exported(folder: Path, output: Path, target: str, routers: str = "model") -> Path:
+    """A bundle of the model with its gate or routers of a file, and networks for a GPU."""
     weights = "fp16" if target == "cuda" else "fp32"
     options: dict[str, Any] = {
         "weights": weights,
@@ -64,7 +68,7 @@ def exported(folder: Path, output: Path, target: str) -> Path:
         "trust_remote_code": True,
     }
     config = TideConfig(epsilon=0.0)  # nothing is measured
-    return export(str(folder), output, config=config, routers="model", targets=("onnxruntime", target), **options)
+    return export(str(folder), output, config=config, routers=routers, targets=("onnxruntime", target), **options)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,7 @@ def test_every_mode_is_that_of_the_graph(engine: Engine, bundle: Path) -> None:
             assert tokens_of(listed) == [one[0] for one in expected]
         else:
             assert [exits(one) for one in listed] == expected, options
-    assert depths == {(loop + 1) * LAYERS for loop in range(LOOPS)}
+    assert depths == set(ENDS)
 
 
 def test_scores_are_the_sums(engine: Engine, bundle: Path) -> None:
@@ -118,6 +122,23 @@ def test_scores_are_the_sums(engine: Engine, bundle: Path) -> None:
             expected, found = (state.step([token]) for state in states)
             assert (found.exit_layer, found.segments_run) == (expected.exit_layer, expected.segments_run)
             np.testing.assert_allclose(found.scores, expected.scores, atol=1e-5)
+
+
+def test_routers_of_each_loop(folder: Path, tmp_path: Path, cudart: FakeCudart) -> None:
+    """Those of a calibration, whose scores are not summed up: tokens and exits of the graph."""
+    source = load_model(folder, trust_remote_code=True)
+    routers, text = random_routers(source, ENDS[:-1], PROMPTS[2]), PROMPTS[2] * 4
+    routers.save(tmp_path / "routers.safetensors")
+    bundle = exported(folder, tmp_path / "b", "tensorrt", str(tmp_path / "routers.safetensors"))
+    graph, options = load(bundle, provider="cpu", threads=1), {"min_layers": 0, "max_pending": 3}
+    options |= {"mode": "exit", "threshold": dividing_thresholds(source, routers, text)}
+    expected = [exits(one) for one in alone(graph, PROMPTS, **options)]
+    assert len({layers for one in expected for layers in one[2]}) > 2
+    for gpu in (None, cudart):
+        engine, _ = callers_engine(open_bundle(bundle), gpu)
+        for _ in range(3):
+            assert [exits(one) for one in alone(engine, PROMPTS, **options)] == expected
+    assert open_bundle(bundle).manifest.networks.cumulative is None
 
 
 def test_the_loops_share_one_file_of_weights(bundle: Path, folder: Path) -> None:
